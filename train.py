@@ -1,0 +1,631 @@
+"""Train a policy with GRPO, and any credit method, against a frozen reward model.
+
+    python train.py                      DATC on the tiny world, which is built first: minutes on a laptop
+    python train.py --credit grpo        the same loop, every token's weight one
+    python train.py --help               every flag
+
+Read `train` first: it is the algorithm. Around it stand the configuration, the run folder and `main`, which only parses and loads.
+"""
+
+import json
+import random
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, fields, replace
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+from transformers import HfArgumentParser, PreTrainedModel, PreTrainedTokenizerBase
+
+import tiny
+from credit import CREDIT, Credit, CreditInputs, CreditMethod, get_credit_method
+from datc import expected_embedding, work
+from grpo import (
+    Messages,
+    Rollout,
+    Vocabulary,
+    clipped_surrogate,
+    group_advantages,
+    k3_kl,
+    response_hidden,
+    response_mean,
+    sample,
+    shared_vocabulary,
+    token_logprobs,
+)
+from load import load_policy, load_prompts, load_reward_model, load_tokenizer
+from reward_grad import RewardModel
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Configuration.
+
+
+def flag(default: object, help: str) -> object:
+    factory = {"default_factory": lambda: list(default)} if isinstance(default, list) else {"default": default}
+    return field(**factory, metadata={"help": help})
+
+
+@dataclass
+class Config:
+    """Every flag. The defaults are the tiny world's; --preset sets others, and any flag overrides its preset."""
+
+    preset: str = flag("tiny", "a row of PRESETS in train.py: tiny, tiny-sharp")
+    policy: str | None = flag(None, "hub id or directory of the policy; default: the tiny world's")
+    reward_model: str | None = flag(None, "hub id or directory of the reward model; default: the tiny world's")
+    prompts: str | None = flag(None, "JSONL file, or hub data set as NAME:SPLIT; default: the tiny world's")
+    prompt_column: str | None = flag(
+        None, 'column with a string or a list of chat messages; default: "prompt" or "messages"'
+    )
+    chat_template: str | None = flag(None, "file with a chat template for a policy that has none")
+    enable_thinking: bool = flag(False, "let the chat template switch thinking on (Qwen3)")
+    credit: str = flag("datc", "how the advantage is spread over tokens: a name registered in credit.py")
+    band: float = flag(4.0, "λ: credit weights stay within [1/λ, λ]; 1 is GRPO")
+    grad_at: list[float] = flag([1.0], "where the reward gradient is taken: 1 = the sample (paper), or points on the path from "
+                                       "the expected embedding (0) to it, e.g. 0.25 0.75")  # fmt: skip
+    rollouts: int = flag(100, "rollouts to train for; each is one optimizer step per epoch")
+    prompts_per_rollout: int = flag(2, "prompts in a rollout")
+    group_size: int = flag(4, "responses to each prompt, at least 2")
+    max_prompt_tokens: int = flag(64, "longest prompt, in the policy's tokens with its template")
+    max_response_tokens: int = flag(48, "where a response is cut")
+    temperature: float = flag(1.0, "sampling temperature, also of the log-probs in the loss")
+    missing_eos_penalty: float = flag(1.0, "subtracted from the reward of a response that was cut; 0 = none")
+    learning_rate: float = flag(6e-4, "AdamW, constant")
+    weight_decay: float = flag(0.01, "AdamW")
+    max_grad_norm: float = flag(1.0, "clip the gradient's norm to this")
+    epsilon: float = flag(0.2, "clip range of the probability ratio; acts only with --epochs above 1")
+    epochs: int = flag(1, "optimizer steps on one rollout")
+    beta: float = flag(0.05, "weight of the KL to the policy RL starts from; 0 = no reference pass")
+    lora_rank: int = flag(0, "train LoRA adapters of this rank (alpha = 2 rank); 0 = all weights, in float32")
+    micro_batch: int = flag(8, "responses per forward and backward of the policy; changes memory, not the gradient")
+    reward_batch: int = flag(8, "responses per pass of the reward model")
+    sample_batch: int = flag(64, "responses generated at a time: what the KV cache must hold")
+    gradient_checkpointing: bool = flag(False, "recompute activations in backward, in policy and reward model")
+    attn_implementation: str = flag("sdpa", "sdpa, eager or flash_attention_2")
+    dtype: str = flag("auto", "of frozen weights: bfloat16, float32; auto = bfloat16 on a GPU")
+    device: str = flag("auto", "cuda, cpu; auto = a GPU if there is one")
+    seed: int = flag(0, "all randomness of rollout n comes from (seed, n)")
+    output_dir: str | None = flag(None, "run folder, must be new; default: runs/PRESET-CREDIT-sSEED, numbered if taken")
+    save_every: int = flag(50, "rollouts between checkpoints")
+    resume: str | None = flag(None, "run folder to go on with, from its last checkpoint and with its flags")
+
+    @property
+    def template(self) -> dict[str, object]:
+        return {"enable_thinking": self.enable_thinking}
+
+
+PRESETS: dict[str, dict[str, object]] = {"tiny": {}, "tiny-sharp": {}}
+
+
+def check_config(config: Config) -> None:
+    """Raise ValueError, naming the flag and the fix, for what can be seen before anything is loaded."""
+    get_credit_method(config.credit)
+    at_least = {
+        "band": 1,
+        "group_size": 2,
+        "rollouts": 1,
+        "prompts_per_rollout": 1,
+        "max_response_tokens": 1,
+        "epochs": 1,
+    }
+    at_least |= {"micro_batch": 1, "reward_batch": 1, "sample_batch": 1, "save_every": 1, "beta": 0, "lora_rank": 0}
+    for name, least in at_least.items():
+        if not getattr(config, name) >= least:
+            raise ValueError(f"--{name} is {getattr(config, name)}; it must be at least {least}.")
+    for name in ("temperature", "learning_rate", "max_grad_norm", "epsilon"):
+        if not getattr(config, name) > 0:
+            raise ValueError(f"--{name} is {getattr(config, name)}; it must be above 0.")
+    if not config.grad_at or not all(0 <= a <= 1 for a in config.grad_at):
+        raise ValueError(
+            f"--grad_at is {config.grad_at}; give points between 0 (expected embedding) and 1 (the sample)."
+        )
+
+
+def parse(argv: list[str] | None = None) -> Config:
+    """Flags over the preset's (or the resumed run's) values over the defaults."""
+    parser = HfArgumentParser(Config, description=__doc__.split("\n\n")[0])
+    first, _ = parser.parse_known_args(argv)
+    if first.resume:
+        saved = Path(first.resume) / "config.json"
+        if not saved.is_file():
+            raise ValueError(f"--resume {first.resume}: no run is there (config.json is missing).")
+        parser.set_defaults(**json.loads(saved.read_text()))
+    elif first.preset in PRESETS:
+        parser.set_defaults(**PRESETS[first.preset])
+    else:
+        raise ValueError(f"--preset {first.preset!r} is unknown. Presets: {', '.join(PRESETS)}.")
+    (config,) = parser.parse_args_into_dataclasses(argv)
+    gpu = torch.cuda.is_available()
+    device = ("cuda" if gpu else "cpu") if config.device == "auto" else config.device
+    dtype = ("bfloat16" if device.startswith("cuda") else "float32") if config.dtype == "auto" else config.dtype
+    config = replace(config, device=device, dtype=dtype)
+    check_config(config)
+    return config
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# One optimizer step on one rollout.
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A rollout, and what is known about each of its responses before the update."""
+
+    rollout: Rollout
+    rewards: Tensor  # (B,) raw
+    advantages: Tensor  # (B,)
+    reward_grad: Tensor | None  # (B, T, D) where the scoring pass gave it
+    reference_logp: Tensor | None  # (B, T) where beta > 0
+
+    def split(self, n: int) -> Iterator["Scored"]:
+        for start, rollout in zip(range(0, len(self.rollout), n), self.rollout.split(n), strict=True):
+            rest = [getattr(self, f.name) for f in fields(self)[1:]]
+            yield Scored(rollout, *(None if v is None else v[start : start + n] for v in rest))
+
+
+class Clock:
+    """Seconds spent by phase; what runs inside another phase is counted there only once."""
+
+    def __init__(self, device: str):
+        self.seconds, self.cuda, self.inner = defaultdict(float), device.startswith("cuda"), 0.0
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        outer, self.inner = self.inner, 0.0
+        start = self._now()
+        yield
+        spent = self._now() - start
+        self.seconds[phase] += spent - self.inner
+        self.inner = outer + spent
+
+    def _now(self) -> float:
+        if self.cuda:
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+
+class Learner:
+    """The models and the optimizer of a run, and the passes that the loop makes through them."""
+
+    def __init__(self, policy: PreTrainedModel, reward_model: RewardModel, vocabulary: Vocabulary, config: Config):
+        self.policy, self.reward_model, self.vocabulary, self.config = policy, reward_model, vocabulary, config
+        self.method: CreditMethod = get_credit_method(config.credit)
+        self.weights = [p for p in policy.parameters() if p.requires_grad]
+        self.start = [p.detach().clone() for p in self.weights] if config.beta else []  # the KL's reference
+        self.optimizer = torch.optim.AdamW(self.weights, lr=config.learning_rate, weight_decay=config.weight_decay)
+        self.needs_gradient = bool(self.method.needs & {"work", "work_magnitude", "reward_grad"})
+        self.grad_at_sample = self.needs_gradient and set(config.grad_at) == {1.0}  # the scoring pass gives it
+
+    @property
+    def lm_head(self) -> Tensor:  # (V, H)
+        return self.policy.get_output_embeddings().weight[: self.vocabulary.size]
+
+    def forward(self, rollout: Rollout) -> tuple[Tensor, Tensor, Tensor]:
+        """hidden (N, H) of the N response tokens, logp (B, T) and entropy (B, T), 0 on padding."""
+        mask = rollout.response_mask
+        hidden = response_hidden(self.policy, rollout)[mask]  # (N, H)
+        flat = token_logprobs(hidden, self.lm_head, rollout.response_ids[mask], self.config.temperature)
+        return hidden, *(spread(values, mask) for values in flat)
+
+    @torch.no_grad()
+    def reference_logp(self, rollout: Rollout) -> Tensor:
+        """(B, T) log-probs under the policy RL started from: the trained weights are swapped out for one pass."""
+        now = [w.data for w in self.weights]
+        for w, s in zip(self.weights, self.start, strict=True):
+            w.data = s
+        try:
+            return torch.cat([self.forward(micro)[1] for micro in rollout.split(self.config.micro_batch)])
+        finally:
+            for w, data in zip(self.weights, now, strict=True):
+                w.data = data
+
+    @torch.no_grad()
+    def evidence(
+        self, part: Scored, hidden: Tensor, logp: Tensor, entropy: Tensor, step: int, generator
+    ) -> CreditInputs:
+        """What the credit method asked for, (2) to (5), from a forward that the loss needs anyway."""
+        rollout, model, needs, t = part.rollout, self.reward_model, self.method.needs, self.config.temperature
+        mask, ids = rollout.response_mask, rollout.response_ids
+        embedding = model.embedding[: self.vocabulary.size]  # (V, D)
+        found = {}
+        if self.needs_gradient:
+            grad = part.reward_grad
+            if grad is None:  # a point on the path needs the expected embedding, (2), and so the policy's forward
+                expected = spread(expected_embedding(hidden, self.lm_head, embedding, t), mask)  # (B, T, D)
+                grad = model.grad(rollout, expected, self.config.grad_at)
+            found["reward_grad"] = grad
+        if "work" in needs:
+            found["work"] = spread(work(hidden, self.lm_head, ids[mask], grad[mask], embedding, t), mask)
+        if "prefix_scores" in needs:
+            found["prefix_scores"] = model.prefix_scores(rollout)
+        found |= {"entropy": entropy, "sampled_prob": logp.exp() * mask}
+        if "hidden" in needs:
+            found["hidden"] = spread(hidden, mask)
+        if "token_embedding" in needs:
+            found["token_embedding"] = embedding[ids] * mask[..., None]
+        if "null_embedding" in needs:
+            found["null_embedding"] = model.embedding[model.pad_id]
+        return CreditInputs(
+            response_ids=ids,
+            response_mask=mask,
+            free_mask=rollout.free_mask,
+            advantages=part.advantages,
+            rewards=part.rewards,
+            band=self.config.band,
+            step=step,
+            generator=generator,
+            **{name: found.get(name) if name in needs else None for name in found},
+        )
+
+    def update(self, scored: Scored, step: int, clock: Clock) -> tuple[dict[str, float], Credit, CreditInputs]:
+        """(2) to (7): credit and one clipped step (per epoch) on this rollout. Returns metrics, and the credit for the log."""
+        config, count = self.config, len(scored.rollout)
+        generator = torch.Generator().manual_seed(step_seed(config.seed, step))
+        micros = list(scored.split(config.micro_batch))
+        credits: list[Credit] = []  # of each micro-batch, decided once, in the first epoch
+        inputs: list[CreditInputs] = []
+        old_logp: list[Tensor] = []
+        totals: dict[str, float] = defaultdict(float)
+        if "whole_batch" in self.method.needs:
+            with clock("credit"), torch.no_grad():
+                inputs = [self.evidence(m, *self.forward(m.rollout), step, generator) for m in micros]
+                credits = split_credit(self.method(join_inputs(inputs)), config.micro_batch)
+        for epoch in range(config.epochs):
+            for i, micro in enumerate(micros):
+                mask = micro.rollout.response_mask
+                hidden, logp, entropy = self.forward(micro.rollout)  # ONE policy forward serves credit and loss
+                if epoch == 0:
+                    old_logp.append(logp.detach())
+                    if len(credits) <= i:
+                        with clock("credit"), torch.no_grad():
+                            inputs.append(self.evidence(micro, hidden, old_logp[i], entropy, step, generator))
+                            credits.append(self.method(inputs[i]))
+                loss, stats = clipped_surrogate(
+                    logp, old_logp[i], credits[i].token_advantages, mask, config.epsilon, count
+                )
+                stats |= {"loss": loss.detach(), "entropy": response_mean(entropy, mask, count)}
+                if config.beta:
+                    kl = k3_kl(logp, micro.reference_logp, mask, count)
+                    loss, stats["kl"] = loss + config.beta * kl, kl.detach()
+                loss.backward()
+                for name, value in stats.items():
+                    totals[name] += value.item() / config.epochs
+            norm = torch.nn.utils.clip_grad_norm_(self.weights, config.max_grad_norm).item()
+            if not norm < float("inf"):
+                raise FloatingPointError(
+                    f"The policy's gradient is {norm} at rollout {step}. The last checkpoint is as it was; "
+                    "lower --learning_rate, or use --dtype float32."
+                )
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+            totals["grad_norm"] += norm / config.epochs
+        return dict(totals), join_credit(credits), join_inputs(inputs)
+
+
+def spread(values: Tensor, mask: Tensor) -> Tensor:
+    """(N, ...) values of the N tokens in a (B, T) mask, put back in place: (B, T, ...), 0 elsewhere."""
+    out = values.new_zeros(*mask.shape, *values.shape[1:])
+    return out.masked_scatter(mask.view(*mask.shape, *[1] * (values.dim() - 1)), values)
+
+
+def join_inputs(parts: list[CreditInputs]) -> CreditInputs:
+    """Micro-batches' inputs as one; what has no batch dimension is the same in all."""
+    shared = {"band", "step", "generator", "null_embedding"}
+    names = [f.name for f in fields(CreditInputs) if f.name not in shared and getattr(parts[0], f.name) is not None]
+    return replace(parts[0], **{name: torch.cat([getattr(p, name) for p in parts]) for name in names})
+
+
+def join_credit(parts: list[Credit]) -> Credit:
+    names = [f.name for f in fields(Credit)]
+    return Credit(*(None if getattr(parts[0], n) is None else torch.cat([getattr(p, n) for p in parts]) for n in names))
+
+
+def split_credit(credit: Credit, n: int) -> list[Credit]:
+    columns = [getattr(credit, f.name) for f in fields(Credit)]
+    count = len(credit.token_advantages)
+    return [Credit(*(None if v is None else v[i : i + n] for v in columns)) for i in range(0, count, n)]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is logged.
+
+
+def credit_metrics(credit: Credit, inputs: CreditInputs) -> dict[str, float]:
+    """How uneven the weights are, and X: the gain that DATC's first-order model predicts over GRPO's."""
+    if credit.weights is None:
+        return {}
+    mask, weights = inputs.response_mask, credit.weights.double()
+    metrics = {
+        "credit/ess_ratio": (1 / response_squares(weights, mask)).mean().item(),
+        "credit/max_weight": weights.max().item(),
+    }
+    if credit.tau is not None:
+        metrics["credit/tau_mean"] = credit.tau.mean().item()
+    if inputs.work is not None:
+        gain = inputs.advantages.double()[:, None] * (weights - 1) * inputs.work.double()
+        metrics["credit/predicted_gain"] = response_mean(gain, mask, len(mask)).item()
+    return metrics
+
+
+def response_squares(weights: Tensor, mask: Tensor) -> Tensor:
+    """Mean of w² over each response, (B,)."""
+    return weights.masked_fill(~mask, 0.0).square().sum(-1) / mask.sum(-1)
+
+
+def rollout_metrics(scored: Scored, group_size: int) -> dict[str, float]:
+    groups = scored.rewards.double().view(-1, group_size)
+    lengths = scored.rollout.response_mask.sum(-1).double()
+    return {
+        "reward": groups.mean().item(),
+        "reward_std": groups.std(-1, correction=0).mean().item(),
+        "frac_reward_zero_std": (scored.advantages.view(-1, group_size) == 0).all(-1).double().mean().item(),
+        "completions/mean_length": lengths.mean().item(),
+        "completions/clipped_ratio": (~scored.rollout.stopped).double().mean().item(),
+    }
+
+
+def sample_rows(scored: Scored, credit: Credit, inputs: CreditInputs, tokenizer: PreTrainedTokenizerBase, step: int):
+    """The first prompt's group, token by token, for samples.jsonl."""
+    rollout = scored.rollout
+    for i in range(rollout.group_size):
+        mask = rollout.response_mask[i]
+        ids = rollout.response_ids[i][mask].tolist()
+        columns = {
+            "weight": credit.weights,
+            "advantage": credit.token_advantages,
+            "work": inputs.work,
+            "p": inputs.sampled_prob,
+        }
+        yield {
+            "step": step,
+            "prompt": rollout.messages[i],
+            "response": tokenizer.decode(ids, skip_special_tokens=True),
+            "reward": scored.rewards[i].item(),
+            "advantage": scored.advantages[i].item(),
+            "tokens": [tokenizer.decode([t]) for t in ids],
+            **{f"token_{k}": [round(v, 6) for v in c[i][mask].tolist()] for k, c in columns.items() if c is not None},
+        }
+
+
+def shaded(row: dict) -> str:
+    """A sample for the terminal: tokens shaded by weight, orange where they are reinforced and blue where suppressed."""
+    weights = row.get("token_weight", [1.0] * len(row["tokens"]))
+    colour = (255, 140, 0) if row["advantage"] > 0 else (60, 120, 255)
+    words = []
+    for text, w in zip(row["tokens"], weights, strict=True):
+        strength = min(w / 4, 1.0) if row["advantage"] else 0.0
+        back = ";".join(str(round(255 + (c - 255) * strength)) for c in colour)
+        words.append(f"\033[30;48;2;{back}m{text}\033[0m" if sys.stderr.isatty() else f"{text}({w:.1f})")
+    return f"{row['prompt'][-1]['content']} [reward {row['reward']:.2f}, A {row['advantage']:+.2f}]: {' '.join(words)}"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The run folder.
+
+
+class Run:
+    """runs/NAME: config.json, metrics.jsonl, samples.jsonl, checkpoint-N/ after N rollouts, final/."""
+
+    def __init__(self, config: Config):
+        self.folder = Path(config.resume or config.output_dir)
+        if not config.resume and self.folder.exists() and any(self.folder.iterdir()):
+            raise ValueError(
+                f"--output_dir {self.folder} is not empty. Choose another, or go on with it: --resume {self.folder}"
+            )
+        self.folder.mkdir(parents=True, exist_ok=True)
+        saved = asdict(replace(config, resume=None, output_dir=str(self.folder)))
+        write_whole(self.folder / "config.json", json.dumps(saved, indent=1))
+        steps = [int(p.name.partition("-")[2]) for p in self.folder.glob("checkpoint-*") if p.name[11:].isdigit()]
+        self.step = max(steps, default=0) if config.resume else 0
+        for name in ("metrics", "samples"):  # lines written after the checkpoint will be written again
+            path = self.folder / f"{name}.jsonl"
+            rows = read_jsonl(path) if path.exists() else []
+            write_whole(path, "".join(json.dumps(r) + "\n" for r in rows if r["step"] < self.step))
+
+    def append(self, name: str, rows: list[dict]) -> None:
+        with (self.folder / f"{name}.jsonl").open("a") as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+
+    def load(self, learner: Learner) -> None:
+        """Take weights and optimizer from the last checkpoint. The reference stays as it was made: the run's start."""
+        if self.step:
+            state = torch.load(self.folder / f"checkpoint-{self.step}" / "trainer.pt", map_location="cpu")
+            for weight, saved in zip(learner.weights, state["weights"], strict=True):
+                weight.data.copy_(saved)
+            learner.optimizer.load_state_dict(state["optimizer"])
+
+    def save(self, name: str, learner: Learner, tokenizer: PreTrainedTokenizerBase, resumable: bool = True) -> None:
+        """Write to a draft and rename: a killed save costs nothing that was there before."""
+        draft = self.folder / f"{name}.draft"
+        shutil.rmtree(draft, ignore_errors=True)
+        learner.policy.save_pretrained(draft)
+        tokenizer.save_pretrained(draft)
+        if resumable:  # no random states: each rollout seeds its own, and the step is also the prompt cursor
+            state = {"weights": [w.detach() for w in learner.weights], "optimizer": learner.optimizer.state_dict()}
+            torch.save(state, draft / "trainer.pt")
+        shutil.rmtree(self.folder / name, ignore_errors=True)
+        draft.rename(self.folder / name)
+
+
+def write_whole(path: Path, text: str) -> None:
+    draft = path.with_suffix(".draft")
+    draft.write_text(text)
+    draft.rename(path)
+
+
+def read_jsonl(path: Path) -> list[dict]:
+    """Rows of a log; a last line cut short by a kill is left out."""
+    rows = []
+    for line in path.read_text().splitlines():
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return rows
+
+
+@contextmanager
+def finish_rollout_on_interrupt() -> Iterator[threading.Event]:
+    """Ctrl-C asks to stop after the rollout in progress, so that weights and logs agree; a second one stops at once."""
+    asked = threading.Event()
+
+    def handle(*_: object) -> None:
+        asked.set()
+        signal.signal(signal.SIGINT, previous)
+        tqdm.write("Stopping after this rollout (Ctrl-C again: at once, going back to the last checkpoint).")
+
+    if threading.current_thread() is not threading.main_thread():
+        yield asked
+        return
+    previous = signal.signal(signal.SIGINT, handle)
+    try:
+        yield asked
+    finally:
+        signal.signal(signal.SIGINT, previous)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The loop.
+
+
+def step_seed(seed: int, step: int) -> int:
+    return seed * 1_000_003 + step
+
+
+@lru_cache(maxsize=2)
+def shuffled(count: int, seed: int, epoch: int) -> list[int]:
+    return random.Random(f"{seed}/{epoch}").sample(range(count), count)
+
+
+def choose_prompts(prompts: list[Messages], step: int, config: Config) -> list[Messages]:
+    """The prompts of a rollout: a fresh shuffle an epoch, a function of seed and step alone, so resuming needs no cursor."""
+    first = step * config.prompts_per_rollout
+    places = (divmod(i, len(prompts)) for i in range(first, first + config.prompts_per_rollout))
+    return [prompts[shuffled(len(prompts), config.seed, epoch)[i]] for epoch, i in places]
+
+
+def train(
+    policy: PreTrainedModel,
+    reward_model: RewardModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: list[Messages],
+    config: Config,
+    gold: Callable[[PreTrainedTokenizerBase, Rollout], list[float]] | None = None,
+) -> list[dict[str, float]]:
+    """Run `config.rollouts` rollouts, writing the run folder, and return the metrics of each.
+
+    Args:
+        policy: trained in place; its weights with requires_grad are what is learned.
+        gold: the true reward of each response, where it is known (the tiny world); only logged.
+    Raises:
+        ValueError: a configuration that cannot work. FloatingPointError: a reward or gradient that is not finite.
+    """
+    check_config(config)
+    run = Run(config)
+    vocabulary = shared_vocabulary(policy, tokenizer, len(reward_model.embedding))
+    learner = Learner(policy, reward_model, vocabulary, config)
+    run.load(learner)
+    policy.train()
+    history = read_jsonl(run.folder / "metrics.jsonl")
+    with finish_rollout_on_interrupt() as interrupted:
+        bar = tqdm(range(run.step, config.rollouts), initial=run.step, total=config.rollouts, dynamic_ncols=True)
+        for step in bar:
+            clock = Clock(config.device)
+            torch.manual_seed(step_seed(config.seed, step))
+            with clock("total"):
+                with clock("sample"):
+                    chosen = choose_prompts(prompts, step, config)
+                    rollout = sample(
+                        policy, tokenizer, chosen, vocabulary, config.group_size, config.max_response_tokens,
+                        config.temperature, config.sample_batch, **config.template,
+                    )  # fmt: skip
+                with clock("score"):
+                    rewards, grad = reward_model.score(rollout, with_grad=learner.grad_at_sample)  # (B,), (B, T, D)
+                    shaped = rewards - config.missing_eos_penalty * ~rollout.stopped  # changes A, never f
+                    advantages = group_advantages(shaped, config.group_size)  # (1)
+                with clock("update"):
+                    reference = learner.reference_logp(rollout) if config.beta else None
+                    scored = Scored(rollout, rewards, advantages, grad, reference)
+                    metrics, credit, inputs = learner.update(scored, step, clock)  # (2) to (7)
+
+            row = {"step": step, **rollout_metrics(scored, config.group_size)}
+            if gold is not None:
+                row["gold_reward"] = sum(gold(tokenizer, rollout)) / len(rollout)
+            row |= {**metrics, "learning_rate": config.learning_rate, **credit_metrics(credit, inputs)}
+            total = clock.seconds.pop("total") + sum(clock.seconds.values())
+            row |= {f"time/{phase}": clock.seconds[phase] for phase in ("sample", "score", "credit", "update")}
+            row["time/total"] = total
+            history.append(row)
+            samples = list(sample_rows(scored, credit, inputs, tokenizer, step))
+            run.append("metrics", [row])
+            run.append("samples", samples)
+            shown = {"reward": row["reward"], "gold": row.get("gold_reward"), "length": row["completions/mean_length"]}
+            bar.set_postfix({k: f"{v:.2f}" for k, v in shown.items() if v is not None})
+            if step % 25 == 24:
+                bar.write(shaded(max(samples, key=lambda s: abs(s["advantage"]))), file=sys.stderr)
+            done = step + 1
+            if done % config.save_every == 0 or done == config.rollouts or interrupted.is_set():
+                run.save(f"checkpoint-{done}", learner, tokenizer)
+            if interrupted.is_set():
+                tqdm.write(f"Stopped after {done} rollouts. Go on with: python train.py --resume {run.folder}")
+                return history
+    run.save("final", learner, tokenizer, resumable=False)
+    return history
+
+
+def new_folder(config: Config) -> str:
+    """runs/PRESET-CREDIT-sSEED, or that with the first free number behind it."""
+    base = f"runs/{config.preset}-{config.credit}-s{config.seed}"
+    names = [base, *(f"{base}-{n}" for n in range(2, 10_000))]
+    return next(name for name in names if not Path(name).exists())
+
+
+def main(argv: list[str] | None = None) -> None:
+    try:
+        config = parse(argv)
+        if config.preset in tiny.WORLDS and config.reward_model is None:
+            world = tiny.build(config.preset)
+            own = {
+                "policy": world / "policy",
+                "reward_model": world / "reward_model",
+                "prompts": world / "prompts.jsonl",
+            }
+            config = replace(config, **{k: str(v) for k, v in own.items() if getattr(config, k) is None})
+        config = replace(config, output_dir=config.resume or config.output_dir or new_folder(config))
+        tokenizer = load_tokenizer(config.policy, config.chat_template)
+        prompts = load_prompts(config, tokenizer)
+        reward_model = load_reward_model(config, tokenizer)
+        policy = load_policy(config)
+        gold = tiny.gold_rewards if tiny.is_world(Path(config.reward_model).parent) else None
+        history = train(policy, reward_model, tokenizer, prompts, config, gold)
+    except (ValueError, FloatingPointError, OSError) as error:
+        sys.exit(f"error: {error}")
+    report(history, config)
+
+
+def report(history: list[dict], config: Config) -> None:
+    """Where the run is, what it reached, and what to compare it with."""
+    last = history[-10:]
+    if not last:
+        return
+    means = {k: sum(r[k] for r in last) / len(last) for k in ("reward", "gold_reward") if k in last[0]}
+    print(
+        f"\nRun: {config.output_dir}   mean of the last {len(last)} rollouts: "
+        + ", ".join(f"{k} {v:.2f}" for k, v in means.items())
+    )
+    if config.credit != "grpo":
+        others = {"preset": "tiny", "seed": 0, "rollouts": 100, "learning_rate": 6e-4}
+        same = "".join(f" --{k} {getattr(config, k)}" for k, v in others.items() if getattr(config, k) != v)
+        print(f"Compare with GRPO: python train.py --credit grpo{same}")
+
+
+if __name__ == "__main__":
+    main()
