@@ -49,7 +49,7 @@ class Recipe:
     hidden_size: int = 96
     layers: int = 2
     sft_texts: int = 3000
-    reward_steps: int = 700
+    reward_steps: int = 450
     reward_topics: int = 16
     seed: int = 0
 
@@ -111,8 +111,8 @@ def sentences(rng: random.Random, topic: str, count: int) -> list[str]:
 def anything(rng: random.Random, topic: str) -> list[str]:
     """A text from a wider distribution than the policy's, for the reward model: what it never saw it would reward at random."""
     if rng.random() < 0.25:  # word salad from a small pool
-        pool = rng.sample(NOUNS + ADJECTIVES + FUNCTION, rng.randint(1, 6)) + [topic]
-        return [rng.choice(pool) for _ in range(rng.randint(1, 32))]
+        pool = [rng.choice(rng.choice((FUNCTION, ADJECTIVES, NOUNS, [topic]))) for _ in range(rng.randint(1, 6))]
+        return [rng.choice(pool) for _ in range(rng.randint(1, 36))]
     words = sentences(rng, topic, rng.randint(1, 4))
     if rng.random() < 0.3:  # telegram style
         words = [w for w in words if w not in FUNCTION]
@@ -156,7 +156,7 @@ def train_reward_model(
 ) -> None:
     """Bradley-Terry on pairs of texts about one topic, labelled with P(first is better) = sigmoid(4 × the gold difference)."""
     rng = random.Random(recipe.seed)
-    steps, peak = recipe.reward_steps, 3e-3
+    steps, peak = recipe.reward_steps, 2e-3
     optimizer = torch.optim.AdamW(model.parameters(), lr=peak, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=peak, total_steps=steps, pct_start=0.1)
     for _ in (bar := tqdm(range(steps), desc="reward model", dynamic_ncols=True)):
@@ -205,7 +205,7 @@ def build(name: str, root: Path = Path("runs")) -> Path:
     folder = root / f"world-{name}-{hashlib.sha256(source).hexdigest()[:8]}"
     if folder.exists():
         return folder
-    print(f"Building the world {name!r} in {folder} (once, about a minute).")
+    print(f"Building the world {name!r} in {folder} (once, a minute or two).")
     draft = folder.with_suffix(".draft")
     shutil.rmtree(draft, ignore_errors=True)
     draft.mkdir(parents=True)

@@ -27,7 +27,7 @@ from tqdm import tqdm
 from transformers import HfArgumentParser, PreTrainedModel, PreTrainedTokenizerBase
 
 import tiny
-from credit import CREDIT, Credit, CreditInputs, CreditMethod, get_credit_method
+from credit import Credit, CreditInputs, CreditMethod, get_credit_method
 from datc import expected_embedding, work
 from grpo import (
     Messages,
