@@ -43,6 +43,12 @@ def group_advantages(rewards: Tensor, group_size: int, std_floor: float = 0.0) -
     return advantages.masked_fill(ties, 0.0).flatten().to(rewards.dtype)
 
 
+def length_window(lengths: Tensor, sigma: float) -> Tensor:
+    """Soft penalty on answers under 8 and over 1,024 tokens, in the reward's units; `sigma` is σ0. (B,) -> (B,). [dev]"""
+    short, long = ((8 - lengths) / 8).clamp(0, 1), ((lengths - 1024) / 1024).clamp(0, 1)
+    return sigma * (0.5 * short + 2.0 * long)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # The vocabulary that policy and reward model share, and the rollout.
 
@@ -57,6 +63,11 @@ class Vocabulary:
     frozen: Tensor  # (V,) bool: weight one always
 
 
+def bare(policy: PreTrainedModel) -> PreTrainedModel:
+    """The model inside a LoRA wrapper, its layers adapted in place; or the model itself."""
+    return policy.get_base_model() if hasattr(policy, "get_base_model") else policy
+
+
 def shared_vocabulary(
     policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, reward_rows: int | None = None
 ) -> Vocabulary:
@@ -69,7 +80,7 @@ def shared_vocabulary(
     rows = policy.get_output_embeddings().weight.shape[0]
     size = min(rows, len(tokenizer), reward_rows or rows)
     stops = {tokenizer.eos_token_id, turn_end_id(tokenizer)}
-    listed = policy.generation_config.eos_token_id
+    listed = bare(policy).generation_config.eos_token_id
     stops |= set(listed if isinstance(listed, list) else [listed])
     stop_ids = sorted(i for i in stops if i is not None and i < size)
     if not stop_ids:
@@ -163,15 +174,15 @@ def sample(
     """
     rows = [encode_prompt(tokenizer, m, **template) for m in prompts for _ in range(group_size)]
     prompt_ids, prompt_mask = (t.to(policy.device) for t in pad(rows, vocabulary.pad_id, left=True))  # (B, P)
-    inherited, training = policy.generation_config, policy.training
-    policy.generation_config = GenerationConfig()
+    inner, training = bare(policy), policy.training
+    inherited, inner.generation_config = inner.generation_config, GenerationConfig()
     policy.eval()  # in train() gradient checkpointing would switch the KV cache off
     n, slices = sample_batch or len(rows), []
     try:
         for ids, mask in zip(prompt_ids.split(n), prompt_mask.split(n), strict=True):
-            slices.append(_generate(policy, ids, mask, vocabulary, max_response_tokens, temperature, keep_logp))
+            slices.append(_generate(inner, ids, mask, vocabulary, max_response_tokens, temperature, keep_logp))
     finally:
-        policy.generation_config = inherited
+        inner.generation_config = inherited
         policy.train(training)
 
     width = max(ids.shape[1] for ids, _ in slices)  # a narrower slice has stopped everywhere, so its padding is masked
@@ -233,15 +244,18 @@ def response_hidden(policy: PreTrainedModel, rollout: Rollout) -> Tensor:
     One forward serves credit and loss. Goes through a LoRA wrapper to the bare backbone, so that (B, T, V) logits are never
     made; position ids count the mask, so left padding changes nothing.
     """
-    inner = policy.get_base_model() if hasattr(policy, "get_base_model") else policy
     ids = torch.cat([rollout.prompt_ids, rollout.response_ids], 1)[:, :-1]  # (B, P+T-1)
     mask = torch.cat([rollout.prompt_mask, rollout.response_mask], 1)[:, :-1].long()
-    states = inner.base_model(
-        input_ids=ids,
-        attention_mask=mask,
-        position_ids=(mask.cumsum(-1) - 1).clamp(min=0),
-        use_cache=False,
-    ).last_hidden_state  # (B, P+T-1, H)
+    states = (
+        bare(policy)
+        .base_model(
+            input_ids=ids,
+            attention_mask=mask,
+            position_ids=(mask.cumsum(-1) - 1).clamp(min=0),
+            use_cache=False,
+        )
+        .last_hidden_state
+    )  # (B, P+T-1, H)
     return states[:, rollout.prompt_ids.shape[1] - 1 :]
 
 

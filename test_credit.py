@@ -924,6 +924,128 @@ def test_ctrl_c_leaves_a_run_that_can_be_resumed(pair, tmp_path):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Real checkpoints: LoRA, supervised start, memory, self-checks.
+
+
+def test_lora_trains_float32_adapters_against_the_frozen_start_and_saves_them_in_peft_format(pair, tmp_path):
+    from peft import PeftModel
+
+    out = tmp_path / "run"
+    lora = ("--lora_rank", 4, "--learning_rate", 1e-2, "--gradient_checkpointing", "--dtype", "bfloat16")
+    train.main(arguments(pair, out, *lora))
+    rows = read_metrics(out)
+    assert rows[0]["kl"] == 0 and rows[-1]["kl"] > 0 and 0 < rows[0]["check/sampler_gap"] < 0.1
+    base = load.AutoModelForCausalLM.from_pretrained(pair / "policy", dtype=torch.bfloat16)
+    tuned = PeftModel.from_pretrained(base, out / "final")
+    adapters = {n: p for n, p in tuned.named_parameters() if "lora_" in n}
+    assert len(adapters) == 2 * 2 * 7 and all(p.dtype == torch.float32 for p in adapters.values())
+    assert all(p.abs().max() > 0 for p in adapters.values())
+    assert not any("lm_head" in n for n in adapters)
+    ids = torch.tensor([[3, 5, 7, 2]])
+    moved = (tuned(input_ids=ids).logits - make_policy_logits(pair, ids)).abs().max()
+    assert moved > 1e-3
+
+
+def make_policy_logits(pair, ids):
+    return load.AutoModelForCausalLM.from_pretrained(pair / "policy", dtype=torch.bfloat16)(input_ids=ids).logits
+
+
+@pytest.mark.parametrize("rank", [0, 8])
+def test_a_supervised_start_learns_the_answers_and_is_what_the_kl_refers_to(pair, tmp_path, rank):
+    rows = [{"prompt": "describe the cat", "chosen": [{"role": "assistant", "content": "it was red"}]}] * 400
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    extra = ("--prompts", tmp_path / "p.jsonl", "--sft_examples", 400, "--sft_learning_rate", 1e-2, "--lora_rank", rank)
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    train.main(arguments(pair, whole, *extra))
+    first = train.read_jsonl(whole / "samples.jsonl")[0]
+    assert first["response"] == "it was red" or rank  # adapters alone cannot teach a random model to talk
+    assert read_metrics(whole)[0]["kl"] == pytest.approx(0, abs=1e-6)
+    train.main(arguments(pair, parts, *extra, rollouts=2))
+    train.main(["--resume", str(parts), "--rollouts", "4"])
+    assert read_metrics(whole) == read_metrics(parts)
+
+
+def test_sft_needs_chosen_answers(pair, tmp_path):
+    assert 'needs a column "chosen"' in error_of(arguments(pair, tmp_path / "out", "--sft_examples", 4))
+
+
+def test_the_length_window_punishes_stubs_and_novels_only():
+    penalty = grpo.length_window(torch.tensor([0, 4, 8, 1024, 1536, 2048, 9000]), sigma=2.0)
+    assert penalty.tolist() == [1.0, 0.5, 0.0, 0.0, 2.0, 4.0, 4.0]
+
+
+def test_the_std_floor_shrinks_advantages_of_quiet_groups_only():
+    rewards = torch.tensor([0.0, 0.1, 0.0, 4.0])
+    assert group_advantages(rewards, 2, std_floor=1.0).tolist() == pytest.approx([-0.05, 0.05, -1.0, 1.0])
+
+
+def test_devs_reward_shaping_changes_the_advantages_and_never_the_logged_reward(pair, tmp_path):
+    train.main(arguments(pair, tmp_path / "a", rollouts=1))
+    train.main(arguments(pair, tmp_path / "b", "--length_penalty", 5, "--advantage_std_floor", 3, rollouts=1))
+    a, b = (train.read_jsonl(tmp_path / x / "samples.jsonl")[0] for x in "ab")
+    assert a["reward"] == b["reward"] and a["advantage"] != b["advantage"]
+
+
+def test_the_memory_estimate_counts_weights_exactly_and_names_the_flag_that_would_help(pair, monkeypatch):
+    config = train.parse(arguments(pair, "unused", "--lora_rank", 4))
+    policy, reward = make_policy(), make_classifier()
+    parts = load.memory_estimate(config, policy.config, reward.config)
+    assert parts["policy weights"] == 4 * sum(p.numel() for p in policy.parameters())
+    assert parts["reward model weights"] == 4 * sum(p.numel() for p in reward.parameters())
+    adapters = sum(p.numel() for n, p in load.add_lora(policy, 4).named_parameters() if "lora_" in n)
+    assert parts["adapters, gradients, optimizer"] == 4 * 5 * adapters
+    assert load.check_memory(config) > 0  # on a CPU nothing is refused
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (held, held))
+    gpu = replace(config, device="cuda", sample_batch=10_000, prompts_per_rollout=5_000)
+    held = 1.2 * load.total_estimate(load.memory_estimate(replace(gpu, sample_batch=1), policy.config, reward.config))
+    with pytest.raises(ValueError, match="--sample_batch"):
+        load.check_memory(gpu)
+
+
+class Capped(Qwen3ForCausalLM):
+    def forward(self, **kwargs):
+        out = super().forward(**kwargs)
+        out.logits = 0.5 * torch.tanh(out.logits)
+        return out
+
+
+def test_a_policy_with_capped_logits_or_live_dropout_is_refused_at_the_start():
+    config = train.Config(dtype="float32", device="cpu")
+    torch.manual_seed(0)
+    capped = Capped(make_policy().config).eval()
+    args = TOKENIZER, shared_vocabulary(capped, TOKENIZER), PROMPTS[0], config
+    with pytest.raises(ValueError, match="soft-capped"):
+        load.self_check(capped, *args)
+    gaps = load.self_check(make_policy(), *args)
+    assert max(gaps.values()) < 1e-4
+    noisy = make_policy("gpt2")
+    noisy.transformer.drop.p = 0.5
+    noisy.train()
+    with pytest.raises(ValueError, match="log-probs differ|soft-capped"):
+        load.self_check(noisy, *args)
+
+
+def test_every_preset_is_a_valid_configuration():
+    for name in train.PRESETS:
+        config = train.parse(["--preset", name, "--band", "2.0"])
+        assert config.band == 2.0 and (config.policy is None) == (name in tiny.WORLDS)
+
+
+def test_a_failed_save_keeps_the_last_good_checkpoint(pair, tmp_path, monkeypatch):
+    plain = torch.save
+
+    def full_disk(state, path):
+        plain(state, path) if "checkpoint-2" in str(path) else (_ for _ in ()).throw(
+            OSError(28, "No space left on device")
+        )
+
+    monkeypatch.setattr(torch, "save", full_disk)
+    message = error_of(arguments(pair, tmp_path / "run"))
+    assert "No space left" in message and "intact" in message
+    assert {p.name for p in (tmp_path / "run").iterdir() if p.is_dir()} == {"checkpoint-2"}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Errors: each names the flag and the fix, and costs nothing.
 
 

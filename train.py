@@ -36,14 +36,24 @@ from grpo import (
     clipped_surrogate,
     group_advantages,
     k3_kl,
+    length_window,
     response_hidden,
     response_mean,
     sample,
     shared_vocabulary,
     token_logprobs,
 )
-from load import load_policy, load_prompts, load_reward_model, load_tokenizer
+from load import (
+    check_memory,
+    load_examples,
+    load_policy,
+    load_prompts,
+    load_reward_model,
+    load_tokenizer,
+    self_check,
+)
 from reward_grad import RewardModel
+from sft import sft
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Configuration.
@@ -58,7 +68,8 @@ def flag(default: object, help: str) -> object:
 class Config:
     """Every flag. The defaults are the tiny world's; --preset sets others, and any flag overrides its preset."""
 
-    preset: str = flag("tiny", "a row of PRESETS in train.py: tiny, tiny-sharp")
+    preset: str = flag("tiny", "tiny, tiny-sharp, qwen3-0.6b, or a setting of the paper: qwen3-14b-base, qwen3-14b, "
+                               "llama-3.1-8b-base, llama-3.1-8b-instruct")  # fmt: skip
     policy: str | None = flag(None, "hub id or directory of the policy; default: the tiny world's")
     reward_model: str | None = flag(None, "hub id or directory of the reward model; default: the tiny world's")
     prompts: str | None = flag(None, "JSONL file, or hub data set as NAME:SPLIT; default: the tiny world's")
@@ -78,6 +89,11 @@ class Config:
     max_response_tokens: int = flag(48, "where a response is cut")
     temperature: float = flag(1.0, "sampling temperature, also of the log-probs in the loss")
     missing_eos_penalty: float = flag(1.0, "subtracted from the reward of a response that was cut; 0 = none")
+    length_penalty: float = flag(0.0, "scale of the soft length window, in σ0; 0 = none, 1 = [dev]")
+    advantage_std_floor: float = flag(0.0, "smallest group std to divide by, in σ0; 0 = none, 0.5 = [dev]. σ0 = the "
+                                           "starting policy's median group std, measured first where needed")  # fmt: skip
+    sft_examples: int = flag(0, 'fine-tune first on this many "chosen" answers of --prompts; 0 = none')
+    sft_learning_rate: float = flag(1e-4, "AdamW, decaying to 0 over two epochs of SFT")
     learning_rate: float = flag(6e-4, "AdamW, constant")
     weight_decay: float = flag(0.01, "AdamW")
     max_grad_norm: float = flag(1.0, "clip the gradient's norm to this")
@@ -102,7 +118,46 @@ class Config:
         return {"enable_thinking": self.enable_thinking}
 
 
-PRESETS: dict[str, dict[str, object]] = {"tiny": {}, "tiny-sharp": {}}
+PAPER = {
+    "prompts": "HuggingFaceH4/ultrafeedback_binarized:train_prefs",
+    "rollouts": 250,
+    "prompts_per_rollout": 8,
+    "group_size": 8,
+    "max_prompt_tokens": 2048,
+    "max_response_tokens": 2048,
+    "missing_eos_penalty": 0.0,
+    "length_penalty": 1.0,
+    "advantage_std_floor": 0.5,
+    "learning_rate": 5e-5,
+    "beta": 0.03,
+    "lora_rank": 64,
+    "micro_batch": 2,
+    "reward_batch": 4,
+    "sample_batch": 64,
+    "gradient_checkpointing": True,
+}
+SKYWORK_QWEN3, SKYWORK_LLAMA = "Skywork/Skywork-Reward-V2-Qwen3-8B", "Skywork/Skywork-Reward-Llama-3.1-8B-v0.2"
+PRESETS: dict[str, dict[str, object]] = {
+    "tiny": {},
+    "tiny-sharp": {},
+    "qwen3-14b-base": {**PAPER, "policy": "Qwen/Qwen3-14B-Base", "reward_model": SKYWORK_QWEN3, "sft_examples": 10_000},
+    "qwen3-14b": {**PAPER, "policy": "Qwen/Qwen3-14B", "reward_model": SKYWORK_QWEN3},
+    "llama-3.1-8b-base": {
+        **PAPER,
+        "policy": "meta-llama/Llama-3.1-8B",
+        "reward_model": SKYWORK_LLAMA,
+        "sft_examples": 10_000,
+    },
+    "llama-3.1-8b-instruct": {**PAPER, "policy": "meta-llama/Llama-3.1-8B-Instruct", "reward_model": SKYWORK_LLAMA},
+    "qwen3-0.6b": {  # any 12 GB card
+        **PAPER,
+        "policy": "Qwen/Qwen3-0.6B",
+        "reward_model": "Skywork/Skywork-Reward-V2-Qwen3-0.6B",
+        "max_prompt_tokens": 512,
+        "max_response_tokens": 512,
+        "sample_batch": 32,
+    },
+}
 
 
 def check_config(config: Config) -> None:
@@ -117,6 +172,7 @@ def check_config(config: Config) -> None:
         "epochs": 1,
     }
     at_least |= {"micro_batch": 1, "reward_batch": 1, "sample_batch": 1, "save_every": 1, "beta": 0, "lora_rank": 0}
+    at_least |= {"length_penalty": 0, "advantage_std_floor": 0, "missing_eos_penalty": 0, "sft_examples": 0}
     for name, least in at_least.items():
         if not getattr(config, name) >= least:
             raise ValueError(f"--{name} is {getattr(config, name)}; it must be at least {least}.")
@@ -199,14 +255,25 @@ class Learner:
         self.policy, self.reward_model, self.vocabulary, self.config = policy, reward_model, vocabulary, config
         self.method: CreditMethod = get_credit_method(config.credit)
         self.weights = [p for p in policy.parameters() if p.requires_grad]
-        self.start = [p.detach().clone() for p in self.weights] if config.beta else []  # the KL's reference
+        self.mark_start()
         self.optimizer = torch.optim.AdamW(self.weights, lr=config.learning_rate, weight_decay=config.weight_decay)
         self.needs_gradient = bool(self.method.needs & {"work", "work_magnitude", "reward_grad"})
         self.grad_at_sample = self.needs_gradient and set(config.grad_at) == {1.0}  # the scoring pass gives it
 
+    def mark_start(self) -> None:
+        """Take the weights as they are for the policy that RL starts from, the KL's reference."""
+        self.start = [w.detach().clone() for w in self.weights] if self.config.beta else []
+
     @property
     def lm_head(self) -> Tensor:  # (V, H)
         return self.policy.get_output_embeddings().weight[: self.vocabulary.size]
+
+    def sample(self, tokenizer: PreTrainedTokenizerBase, prompts: list[Messages]) -> Rollout:
+        c = self.config
+        return sample(
+            self.policy, tokenizer, prompts, self.vocabulary, c.group_size, c.max_response_tokens,
+            c.temperature, c.sample_batch, **c.template,
+        )  # fmt: skip
 
     def forward(self, rollout: Rollout) -> tuple[Tensor, Tensor, Tensor]:
         """hidden (N, H) of the N response tokens, logp (B, T) and entropy (B, T), 0 on padding."""
@@ -372,6 +439,15 @@ def rollout_metrics(scored: Scored, group_size: int) -> dict[str, float]:
     }
 
 
+def gpu_metrics(rollout: Rollout, clock: Clock) -> dict[str, float]:
+    """On a GPU: tokens a second in the two phases that take the time, and the peak memory since the run began."""
+    if not clock.cuda:
+        return {}
+    tokens = rollout.response_mask.sum().item()
+    speed = {f"tokens_per_second/{phase}": tokens / clock.seconds[phase] for phase in ("sample", "update")}
+    return {**speed, "memory/peak_gib": torch.cuda.max_memory_allocated() / 2**30}
+
+
 def sample_rows(scored: Scored, credit: Credit, inputs: CreditInputs, tokenizer: PreTrainedTokenizerBase, step: int):
     """The first prompt's group, token by token, for samples.jsonl."""
     rollout = scored.rollout
@@ -434,23 +510,31 @@ class Run:
         with (self.folder / f"{name}.jsonl").open("a") as file:
             file.writelines(json.dumps(row) + "\n" for row in rows)
 
-    def load(self, learner: Learner) -> None:
-        """Take weights and optimizer from the last checkpoint. The reference stays as it was made: the run's start."""
-        if self.step:
-            state = torch.load(self.folder / f"checkpoint-{self.step}" / "trainer.pt", map_location="cpu")
-            for weight, saved in zip(learner.weights, state["weights"], strict=True):
-                weight.data.copy_(saved)
+    def load(self, name: str, learner: Learner) -> None:
+        """Take the weights, and where it has one the optimizer, from a checkpoint."""
+        state = torch.load(self.folder / name / "trainer.pt", map_location="cpu")
+        for weight, saved in zip(learner.weights, state["weights"], strict=True):
+            weight.data.copy_(saved)
+        if "optimizer" in state:
             learner.optimizer.load_state_dict(state["optimizer"])
 
-    def save(self, name: str, learner: Learner, tokenizer: PreTrainedTokenizerBase, resumable: bool = True) -> None:
-        """Write to a draft and rename: a killed save costs nothing that was there before."""
+    def save(self, name: str, learner: Learner, tokenizer: PreTrainedTokenizerBase, optimizer: bool = True) -> None:
+        """Write to a draft and rename: a killed or failed save costs nothing that was there before."""
         draft = self.folder / f"{name}.draft"
         shutil.rmtree(draft, ignore_errors=True)
-        learner.policy.save_pretrained(draft)
-        tokenizer.save_pretrained(draft)
-        if resumable:  # no random states: each rollout seeds its own, and the step is also the prompt cursor
-            state = {"weights": [w.detach() for w in learner.weights], "optimizer": learner.optimizer.state_dict()}
-            torch.save(state, draft / "trainer.pt")
+        try:
+            learner.policy.save_pretrained(draft)
+            tokenizer.save_pretrained(draft)
+            # No random states: each rollout seeds its own, and its number is also the prompt cursor.
+            state = {"weights": [w.detach() for w in learner.weights]}
+            torch.save(
+                state | ({"optimizer": learner.optimizer.state_dict()} if optimizer else {}), draft / "trainer.pt"
+            )
+        except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError
+            shutil.rmtree(draft, ignore_errors=True)
+            raise OSError(
+                f"{self.folder / name} could not be written ({error}); what was saved before is intact."
+            ) from error
         shutil.rmtree(self.folder / name, ignore_errors=True)
         draft.rename(self.folder / name)
 
@@ -512,6 +596,19 @@ def choose_prompts(prompts: list[Messages], step: int, config: Config) -> list[M
     return [prompts[shuffled(len(prompts), config.seed, epoch)[i]] for epoch, i in places]
 
 
+def starting_std(
+    learner: Learner, tokenizer: PreTrainedTokenizerBase, prompts: list[Messages], count: int = 128
+) -> float:
+    """σ0: the median group std of the raw reward over `count` prompts under the policy RL starts from. [dev]"""
+    config = replace(learner.config, seed=learner.config.seed + 1_000)  # other prompts than the first rollouts'
+    spreads = []
+    for step in tqdm(range(-(-count // config.prompts_per_rollout)), desc="σ0", dynamic_ncols=True):
+        torch.manual_seed(step_seed(config.seed, step))
+        rewards, _ = learner.reward_model.score(learner.sample(tokenizer, choose_prompts(prompts, step, config)))
+        spreads.append(rewards.view(-1, config.group_size).std(-1, correction=0))
+    return torch.cat(spreads).median().item()
+
+
 def train(
     policy: PreTrainedModel,
     reward_model: RewardModel,
@@ -519,12 +616,14 @@ def train(
     prompts: list[Messages],
     config: Config,
     gold: Callable[[PreTrainedTokenizerBase, Rollout], list[float]] | None = None,
+    examples: list[tuple[Messages, str]] | None = None,
 ) -> list[dict[str, float]]:
     """Run `config.rollouts` rollouts, writing the run folder, and return the metrics of each.
 
     Args:
         policy: trained in place; its weights with requires_grad are what is learned.
         gold: the true reward of each response, where it is known (the tiny world); only logged.
+        examples: (conversation, answer) pairs to fine-tune on before RL starts; None = start as it is.
     Raises:
         ValueError: a configuration that cannot work. FloatingPointError: a reward or gradient that is not finite.
     """
@@ -532,7 +631,21 @@ def train(
     run = Run(config)
     vocabulary = shared_vocabulary(policy, tokenizer, len(reward_model.embedding))
     learner = Learner(policy, reward_model, vocabulary, config)
-    run.load(learner)
+    if (run.folder / "start").exists():
+        run.load("start", learner)
+    elif examples:
+        limit = config.max_prompt_tokens + config.max_response_tokens
+        sft(
+            policy, tokenizer, examples, vocabulary, micro_batch=config.micro_batch, max_tokens=limit,
+            learning_rate=config.sft_learning_rate, seed=config.seed, **config.template,
+        )  # fmt: skip
+        run.save("start", learner, tokenizer, optimizer=False)
+    learner.mark_start()
+    torch.manual_seed(config.seed)
+    checks = self_check(policy, tokenizer, vocabulary, prompts[0], config)
+    sigma = starting_std(learner, tokenizer, prompts) if config.length_penalty or config.advantage_std_floor else 0.0
+    if run.step:
+        run.load(f"checkpoint-{run.step}", learner)
     policy.train()
     history = read_jsonl(run.folder / "metrics.jsonl")
     with finish_rollout_on_interrupt() as interrupted:
@@ -542,15 +655,13 @@ def train(
             torch.manual_seed(step_seed(config.seed, step))
             with clock("total"):
                 with clock("sample"):
-                    chosen = choose_prompts(prompts, step, config)
-                    rollout = sample(
-                        policy, tokenizer, chosen, vocabulary, config.group_size, config.max_response_tokens,
-                        config.temperature, config.sample_batch, **config.template,
-                    )  # fmt: skip
+                    rollout = learner.sample(tokenizer, choose_prompts(prompts, step, config))
                 with clock("score"):
                     rewards, grad = reward_model.score(rollout, with_grad=learner.grad_at_sample)  # (B,), (B, T, D)
                     shaped = rewards - config.missing_eos_penalty * ~rollout.stopped  # changes A, never f
-                    advantages = group_advantages(shaped, config.group_size)  # (1)
+                    shaped -= length_window(rollout.response_mask.sum(-1), sigma * config.length_penalty)
+                    floor = sigma * config.advantage_std_floor
+                    advantages = group_advantages(shaped, config.group_size, floor)  # (1)
                 with clock("update"):
                     reference = learner.reference_logp(rollout) if config.beta else None
                     scored = Scored(rollout, rewards, advantages, grad, reference)
@@ -563,6 +674,7 @@ def train(
             total = clock.seconds.pop("total") + sum(clock.seconds.values())
             row |= {f"time/{phase}": clock.seconds[phase] for phase in ("sample", "score", "credit", "update")}
             row["time/total"] = total
+            row |= gpu_metrics(rollout, clock) | (checks if step == 0 else {})
             history.append(row)
             samples = list(sample_rows(scored, credit, inputs, tokenizer, step))
             run.append("metrics", [row])
@@ -577,7 +689,7 @@ def train(
             if interrupted.is_set():
                 tqdm.write(f"Stopped after {done} rollouts. Go on with: python train.py --resume {run.folder}")
                 return history
-    run.save("final", learner, tokenizer, resumable=False)
+    run.save("final", learner, tokenizer, optimizer=False)
     return history
 
 
@@ -602,12 +714,20 @@ def main(argv: list[str] | None = None) -> None:
         config = replace(config, output_dir=config.resume or config.output_dir or new_folder(config))
         tokenizer = load_tokenizer(config.policy, config.chat_template)
         prompts = load_prompts(config, tokenizer)
+        examples = load_examples(config) if config.sft_examples else None
+        need = check_memory(config)
+        if config.device.startswith("cuda"):
+            print(f"Estimated peak memory: {need / 2**30:.1f} GiB.")
+            torch.set_float32_matmul_precision("high")  # TF32 holds bf16 factors exactly and sums in float32
         reward_model = load_reward_model(config, tokenizer)
         policy = load_policy(config)
         gold = tiny.gold_rewards if tiny.is_world(Path(config.reward_model).parent) else None
-        history = train(policy, reward_model, tokenizer, prompts, config, gold)
+        history = train(policy, reward_model, tokenizer, prompts, config, gold, examples)
     except (ValueError, FloatingPointError, OSError) as error:
         sys.exit(f"error: {error}")
+    except torch.OutOfMemoryError as error:
+        smaller = "--sample_batch, --reward_batch or --micro_batch smaller, or --gradient_checkpointing"
+        sys.exit(f"error: the GPU ran out of memory: {error}\nTry {smaller}; then --resume {config.output_dir}")
     report(history, config)
 
 
