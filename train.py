@@ -22,6 +22,7 @@ from functools import lru_cache
 from pathlib import Path
 
 import torch
+import transformers
 from torch import Tensor
 from tqdm import tqdm
 from transformers import HfArgumentParser, PreTrainedModel, PreTrainedTokenizerBase
@@ -700,35 +701,57 @@ def new_folder(config: Config) -> str:
     return next(name for name in names if not Path(name).exists())
 
 
-def main(argv: list[str] | None = None) -> None:
+def settle(config: Config) -> Config:
+    """Fill in what the flags left open: the tiny world's models and prompts."""
+    if config.preset in tiny.WORLDS and config.reward_model is None:
+        world = tiny.build(config.preset)
+        own = {"policy": world / "policy", "reward_model": world / "reward_model", "prompts": world / "prompts.jsonl"}
+        config = replace(config, **{k: str(v) for k, v in own.items() if getattr(config, k) is None})
+    for name in ("policy", "reward_model", "prompts"):
+        if getattr(config, name) is None:
+            raise ValueError(f"--{name} is missing: give a hub id or a path.")
+    return config
+
+
+def prepare(config: Config) -> dict[str, object]:
+    """What `train` takes: policy, reward model, tokenizer, prompts, gold and examples. Cheap refusals come first."""
+    tokenizer = load_tokenizer(config.policy, config.chat_template)
+    prompts = load_prompts(config, tokenizer)
+    examples = load_examples(config) if config.sft_examples else None
+    need = check_memory(config)
+    if config.device.startswith("cuda"):
+        print(f"Estimated peak memory: {need / 2**30:.1f} GiB.")
+        torch.set_float32_matmul_precision("high")  # TF32 holds bf16 factors exactly and sums in float32
+    return {
+        "policy": load_policy(config),
+        "reward_model": load_reward_model(config, tokenizer),
+        "tokenizer": tokenizer,
+        "prompts": prompts,
+        "gold": tiny.gold_rewards if tiny.is_world(Path(config.reward_model).parent) else None,
+        "examples": examples,
+    }
+
+
+@contextmanager
+def plain_errors() -> Iterator[None]:
+    """A user's mistake, or a run that broke, as one line without a traceback."""
     try:
-        config = parse(argv)
-        if config.preset in tiny.WORLDS and config.reward_model is None:
-            world = tiny.build(config.preset)
-            own = {
-                "policy": world / "policy",
-                "reward_model": world / "reward_model",
-                "prompts": world / "prompts.jsonl",
-            }
-            config = replace(config, **{k: str(v) for k, v in own.items() if getattr(config, k) is None})
-        config = replace(config, output_dir=config.resume or config.output_dir or new_folder(config))
-        tokenizer = load_tokenizer(config.policy, config.chat_template)
-        prompts = load_prompts(config, tokenizer)
-        examples = load_examples(config) if config.sft_examples else None
-        need = check_memory(config)
-        if config.device.startswith("cuda"):
-            print(f"Estimated peak memory: {need / 2**30:.1f} GiB.")
-            torch.set_float32_matmul_precision("high")  # TF32 holds bf16 factors exactly and sums in float32
-        reward_model = load_reward_model(config, tokenizer)
-        policy = load_policy(config)
-        gold = tiny.gold_rewards if tiny.is_world(Path(config.reward_model).parent) else None
-        history = train(policy, reward_model, tokenizer, prompts, config, gold, examples)
+        yield
     except (ValueError, FloatingPointError, OSError) as error:
         sys.exit(f"error: {error}")
     except torch.OutOfMemoryError as error:
         smaller = "--sample_batch, --reward_batch or --micro_batch smaller, or --gradient_checkpointing"
-        sys.exit(f"error: the GPU ran out of memory: {error}\nTry {smaller}; then --resume {config.output_dir}")
-    report(history, config)
+        sys.exit(f"error: the GPU ran out of memory: {error}\nTry {smaller}; a run goes on with --resume.")
+
+
+def main(argv: list[str] | None = None) -> None:
+    with plain_errors():
+        config = settle(parse(argv))
+        config = replace(config, output_dir=config.resume or config.output_dir or new_folder(config))
+        if config.preset in tiny.WORLDS:
+            transformers.utils.logging.disable_progress_bar()  # of loading and saving, which take no time here
+        history = train(**prepare(config), config=config)
+        report(history, config)
 
 
 def report(history: list[dict], config: Config) -> None:

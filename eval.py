@@ -1,0 +1,730 @@
+"""Everything that looks at a run or a checkpoint: rewards, figures, the theory's checks, costs, answer files.
+
+    python eval.py COMMAND --help
+
+Flags that a command does not know are train.py's (--preset, --policy, --reward_model, --prompts, --seed, ...), so any pair of
+models can be examined before a run is paid for. Tables are printed as Markdown; pictures are written where --out says.
+"""
+
+import argparse
+import html
+import json
+import math
+import random
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+import tiny
+import train
+from datc import expected_embedding, reward_direction, update_direction, work
+from grpo import Rollout, clipped_surrogate, group_advantages, response_hidden, sample, shared_vocabulary
+from load import load_policy, load_prompts, load_reward_model, load_rows, load_tokenizer
+
+# ---------------------------------------------------------------------------------------------------------------------
+# One loader, one table printer, one figure helper.
+
+
+def load_run(path: str) -> tuple[train.Config, list[dict]]:
+    """Flags and metrics of a run folder."""
+    folder = Path(path)
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"{path} is not a run folder (it has no config.json). Runs are under runs/.")
+    rows = train.read_jsonl(folder / "metrics.jsonl") if (folder / "metrics.jsonl").exists() else []
+    if not rows:
+        raise ValueError(f"{path} has no complete rollout yet: metrics.jsonl is empty.")
+    known = {
+        k: v
+        for k, v in json.loads((folder / "config.json").read_text()).items()
+        if hasattr(train.Config, k) or k == "grad_at"
+    }
+    return train.Config(**known), rows
+
+
+def trained_policy(path: str, like: train.Config) -> tuple[train.Config, object]:
+    """The policy of a run folder (its end, or its last checkpoint), or of a model directory or hub id; ready to sample."""
+    if not (Path(path) / "config.json").is_file() or "credit" not in json.loads(
+        (Path(path) / "config.json").read_text()
+    ):
+        config = replace(like, policy=path, lora_rank=0, gradient_checkpointing=False)
+        return config, load_policy(config).eval()
+    config, _ = load_run(path)
+    numbered = [p for p in Path(path).glob("checkpoint-*") if p.name[11:].isdigit()]
+    saved = max(numbered, key=lambda p: int(p.name[11:]), default=None)
+    saved = Path(path) / "final" if (Path(path) / "final").exists() else saved
+    if saved is None:
+        raise ValueError(f"{path} has no checkpoint yet.")
+    if not config.lora_rank:
+        return config, load_policy(replace(config, policy=str(saved), gradient_checkpointing=False)).eval()
+    from peft import PeftModel
+
+    base = load_policy(replace(config, gradient_checkpointing=False)).get_base_model()
+    return config, PeftModel.from_pretrained(base, saved).eval()
+
+
+def print_table(head: list[str], rows: list[list[object]]) -> None:
+    cells = [head, ["---"] * len(head), *([f"{c:.3g}" if isinstance(c, float) else str(c) for c in r] for r in rows)]
+    widths = [max(len(r[i]) for r in cells) for i in range(len(head))]
+    for r in cells:
+        print("| " + " | ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)) + " |")
+
+
+def figure(out: str, panels: list[tuple[str, str, str, Callable]]) -> None:
+    """A row of panels (title, x label, y label, draw(axes)) as a PNG."""
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise ValueError("Figures need matplotlib: pip install matplotlib") from error
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    fig, axes = plt.subplots(1, len(panels), figsize=(5 * len(panels), 3.8), squeeze=False, layout="constrained")
+    for ax, (title, x, y, draw) in zip(axes[0], panels, strict=True):
+        draw(ax)
+        ax.set(title=title, xlabel=x, ylabel=y)
+        ax.spines[["top", "right"]].set_visible(False)
+        if ax.get_legend_handles_labels()[0]:
+            ax.legend(frameon=False, fontsize=8)
+    Path(out).parent.mkdir(parents=True, exist_ok=True)
+    fig.savefig(out, dpi=130)
+    plt.close(fig)
+    print(f"Wrote {out}")
+
+
+def trailing_mean(values: list[float], window: int = 25) -> list[float]:
+    return [statistics.fmean(values[max(0, i + 1 - window) : i + 1]) for i in range(len(values))]
+
+
+def ranks(x: Tensor) -> Tensor:
+    """Ranks of a (N,) tensor, ties by their average."""
+    return (x[:, None] > x).sum(1).double() + ((x[:, None] == x).sum(1).double() + 1) / 2
+
+
+def pearson(x: Tensor, y: Tensor) -> float:
+    x, y = x.double() - x.double().mean(), y.double() - y.double().mean()
+    return (x @ y / (x.norm() * y.norm())).item()
+
+
+def spearman(x: Tensor, y: Tensor) -> float:
+    return pearson(ranks(x), ranks(y))
+
+
+def interval(values: list[float], draws: int = 1000) -> tuple[float, float]:
+    """Bootstrap 95% interval of the mean."""
+    rng = random.Random(0)
+    means = sorted(statistics.fmean(rng.choices(values, k=len(values))) for _ in range(draws))
+    return means[int(0.025 * draws)], means[int(0.975 * draws)]
+
+
+def standard_error(values: list[float]) -> float:
+    return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
+
+
+def models_of(flags: list[str], **changes: object) -> tuple[train.Config, dict[str, object]]:
+    """Config and models for train.py's own flags."""
+    config = replace(train.settle(train.parse(flags)), sft_examples=0, **changes)
+    return config, train.prepare(config)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# reward: Table 1's first column.
+
+
+def reward(args: argparse.Namespace, flags: list[str]) -> None:
+    """RM reward (and gold, in the tiny world) on held-out prompts, models side by side, with pairwise win rates."""
+    runs = [m for m in args.models if (Path(m) / "metrics.jsonl").exists()]
+    config = load_run(runs[0])[0] if runs else train.settle(train.parse(flags))
+    if any(load_run(r)[0].reward_model != config.reward_model for r in runs):
+        raise ValueError("These runs have different reward models; their rewards cannot be compared.")
+    held_out = Path(config.prompts).with_name("held_out.jsonl")
+    if args.held_out or held_out.exists():
+        config = replace(config, prompts=args.held_out or str(held_out))
+    else:
+        print("No held-out prompts known: using the training prompts. Give others with --held_out.")
+    tokenizer = load_tokenizer(config.policy, config.chat_template)
+    prompts = load_prompts(config, tokenizer)
+    prompts = random.Random(0).sample(prompts, min(args.prompts, len(prompts)))
+    reward_model = load_reward_model(config, tokenizer)
+    world = tiny.is_world(Path(config.reward_model).parent)
+    scores, rows = [], []
+    for name in args.models:
+        _, policy = trained_policy(name, config)
+        vocabulary = shared_vocabulary(policy, tokenizer, len(reward_model.embedding))
+        torch.manual_seed(args.seed)
+        rollout = sample(
+            policy, tokenizer, prompts, vocabulary, args.samples, config.max_response_tokens,
+            config.temperature, config.sample_batch, **config.template,
+        )  # fmt: skip
+        scores.append(reward_model.score(rollout)[0].double().tolist())
+        low, high = interval(scores[-1])
+        length, stopped = rollout.response_mask.sum(-1).double().mean().item(), rollout.stopped.double().mean().item()
+        gold = [statistics.fmean(tiny.gold_rewards(tokenizer, rollout))] if world else []
+        rows.append([name, statistics.fmean(scores[-1]), f"{low:.2f} to {high:.2f}", length, stopped, *gold])
+    print(f"{len(prompts)} prompts × {args.samples} responses\n")
+    print_table(["model", "reward", "95%", "length", "stopped", *(["gold"] if world else [])], rows)
+    versus = []
+    for i, a in enumerate(args.models):
+        for j in range(i + 1, len(args.models)):
+            wins = [(x > y) + 0.5 * (x == y) for x, y in zip(scores[i], scores[j], strict=True)]
+            low, high = interval(wins)
+            versus.append([a, args.models[j], statistics.fmean(wins), f"{low:.2f} to {high:.2f}"])
+    if versus:
+        print()
+        print_table(["model", "against", "win rate", "95%"], versus)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# plot and heatmap: Figures 3, C1, C2 and 4.
+
+
+def plot(args: argparse.Namespace, flags: list[str]) -> None:
+    """Reward, gold reward and length against rollouts, trailing 25-rollout mean over light points, and cumulative time."""
+    refuse_unknown(flags)
+    loaded = {Path(r).name: load_run(r)[1] for r in args.runs}
+    if len(loaded) < len(args.runs):
+        loaded = {r: load_run(r)[1] for r in args.runs}
+
+    def curve(key: str) -> Callable:
+        def draw(ax) -> None:
+            for name, rows in loaded.items():
+                values = [r[key] for r in rows if key in r]
+                if values:
+                    (line,) = ax.plot(trailing_mean(values), label=name)
+                    ax.plot(values, ".", ms=3, alpha=0.25, color=line.get_color())
+
+        return draw
+
+    def clock(ax) -> None:
+        for name, rows in loaded.items():
+            spent = torch.tensor([r["time/total"] for r in rows]).cumsum(0).tolist()
+            ax.plot(spent, label=name)
+
+    panels = [("RM reward", "rollout", "reward", curve("reward"))]
+    if any("gold_reward" in rows[0] for rows in loaded.values()):
+        panels.append(("Gold reward", "rollout", "gold reward", curve("gold_reward")))
+    panels += [("Response length", "rollout", "tokens", curve("completions/mean_length"))]
+    figure(args.out, [*panels, ("Cumulative time", "rollout", "seconds", clock)])
+    table = []
+    for name, rows in loaded.items():
+        mean = {k: statistics.fmean(r[k] for r in rows) for k in ("reward", "time/total", "time/credit", "time/score")}
+        last = statistics.fmean(r["reward"] for r in rows[-25:])
+        table.append(
+            [name, len(rows), mean["reward"], last, mean["time/total"], mean["time/credit"] / mean["time/total"]]
+        )
+    print_table(["run", "rollouts", "mean reward", "last 25", "s/rollout", "share spent on credit"], table)
+
+
+STYLE = """
+:root { color-scheme: light dark; --ink: #222; --page: #fff; --quiet: #667 }
+@media (prefers-color-scheme: dark) { :root { --ink: #ddd; --page: #16181c; --quiet: #99a } }
+body { font: 16px/1.7 Georgia, serif; color: var(--ink); background: var(--page); max-width: 52em; margin: 2em auto; padding: 0 1em }
+h2 { font-size: 1em; margin: 2em 0 .2em } .note { color: var(--quiet); font: 13px sans-serif }
+.t { border-radius: 3px; padding: .08em .1em; white-space: pre-wrap; cursor: help }
+"""
+
+
+def heatmap(args: argparse.Namespace, flags: list[str]) -> None:
+    """An HTML page of sampled responses, tokens shaded by weight: orange where reinforced, blue where suppressed."""
+    refuse_unknown(flags)
+    config, _ = load_run(args.run)
+    path = Path(args.run) / "samples.jsonl"
+    rows = [r for r in train.read_jsonl(path) if "token_weight" in r]
+    if not rows:
+        raise ValueError(f"{path} holds no weights: {config.credit!r} does not work by weights, or the run is empty.")
+    steps = sorted({r["step"] for r in rows})
+    shown = set(
+        steps
+        if len(steps) <= args.rollouts
+        else [steps[round(i * (len(steps) - 1) / max(1, args.rollouts - 1))] for i in range(args.rollouts)]
+    )
+    body = [f"<h1>Credit of {html.escape(str(args.run))}</h1><p class=note>{html.escape(config.credit)}, band {config.band:g}. Darker = larger "
+            "weight; orange = reinforced, blue = suppressed. Hover over a token for its numbers.</p>"]  # fmt: skip
+    for row in (r for r in rows if r["step"] in shown):
+        body.append(f"<h2>Rollout {row['step']}: {html.escape(row['prompt'][-1]['content'])}</h2>")
+        body.append(f"<p class=note>reward {row['reward']:.3f}, advantage {row['advantage']:+.3f}</p><p>")
+        colour = "255 140 0" if row["advantage"] > 0 else "60 120 255"
+        for i, (text, w) in enumerate(zip(row["tokens"], row["token_weight"], strict=True)):
+            strength = min(w / config.band, 1.0) * bool(row["advantage"])
+            facts = [f"{k} {row[f'token_{k}'][i]:.4g}" for k in ("weight", "work", "p") if f"token_{k}" in row]
+            title = html.escape(f"{text!r}  " + "  ".join(facts), quote=True)
+            space = "" if text[:1].isspace() or "\n" in text else " " if config.preset in tiny.WORLDS else ""
+            body.append(
+                f'<span class=t style="background:rgb({colour} / {strength:.2f})" title="{title}">{html.escape(text)}</span>{space}'
+            )
+        body.append("</p>")
+    out = args.out or str(Path(args.run) / "heatmap.html")
+    page = f"<!doctype html><html lang=en><meta charset=utf-8><title>DATC credit</title><style>{STYLE}</style>{''.join(body)}</html>"
+    Path(out).write_text(page)
+    print(f"Wrote {out}: {len(shown)} rollouts")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# gain: Figure C3. Does the gain that X predicts token by token survive the policy's shared parameters?
+
+
+def relaxed_reward(learner: train.Learner, rollout: Rollout, token_value: Tensor) -> Tensor:
+    """R̂(θ) = Σ <sg(v_t), p_t(θ)> over the response tokens; token_value (N, V)."""
+    hidden = response_hidden(learner.policy, rollout)[rollout.response_mask]
+    probs = (hidden @ learner.lm_head.T / learner.config.temperature).softmax(-1)
+    return (probs * token_value).sum()
+
+
+def predicted_gains(learner: train.Learner, rollout: Rollout, step: int) -> tuple[float, float]:
+    """X, DATC's predicted gain over GRPO with independent logits, and P, the same through the shared parameters."""
+    config, mask = learner.config, rollout.response_mask
+    rewards, grad = learner.reward_model.score(rollout, with_grad=learner.grad_at_sample)
+    scored = train.Scored(rollout, rewards, group_advantages(rewards, config.group_size), grad, None)
+    hidden, logp, entropy = learner.forward(rollout)
+    generator = torch.Generator().manual_seed(step)
+    inputs = learner.evidence(scored, hidden.detach(), logp.detach(), entropy, step, generator)
+    credit = learner.method(inputs)
+    x = train.credit_metrics(credit, inputs)["credit/predicted_gain"]
+    extra = credit.token_advantages - scored.advantages[:, None] * mask  # J is linear in Ã at ratio 1: one backward
+    loss, _ = clipped_surrogate(logp, logp.detach(), extra, mask, config.epsilon, len(rollout))
+    move = torch.autograd.grad(-loss, learner.weights)
+    value = inputs.reward_grad[mask] @ learner.reward_model.embedding[: learner.vocabulary.size].T  # (N, V)
+    slope = torch.autograd.grad(relaxed_reward(learner, rollout, value), learner.weights)
+    return x, sum((a.double() * b.double()).sum().item() for a, b in zip(move, slope, strict=True))
+
+
+def gain(args: argparse.Namespace, flags: list[str]) -> None:
+    """X against P over batches from one start, with the linear fit (Figure C3)."""
+    config, m = models_of(flags, beta=0.0)
+    vocabulary = shared_vocabulary(m["policy"], m["tokenizer"], len(m["reward_model"].embedding))
+    learner = train.Learner(m["policy"], m["reward_model"], vocabulary, config)
+    learner.method = with_needs(learner.method, {"reward_grad", "work"})
+    if not learner.method.needs & {"work"}:
+        raise ValueError(f"--credit {config.credit} has no work to predict a gain from.")
+    points = []
+    for step in tqdm(range(args.batches), desc="batches", dynamic_ncols=True):
+        torch.manual_seed(train.step_seed(config.seed, step))
+        rollout = learner.sample(m["tokenizer"], train.choose_prompts(m["prompts"], step, config))
+        points.append(predicted_gains(learner, rollout, step))
+    x, p = torch.tensor(points, dtype=torch.float64).T
+    slope = ((x - x.mean()) @ (p - p.mean()) / (x - x.mean()).square().sum()).item()
+    offset = (p.mean() - slope * x.mean()).item()
+
+    def draw(ax) -> None:
+        ax.plot(x, p, "o", ms=4, alpha=0.6)
+        ends = torch.tensor([x.min(), x.max()])
+        ax.plot(ends, slope * ends + offset, label=f"P = {slope:.3g} X + {offset:.2g}")
+        ax.axhline(0, lw=0.5, color="gray")
+
+    print_table(
+        ["batches", "X > 0", "P > 0", "slope", "Pearson", "Spearman"],
+        [
+            [
+                len(x),
+                (x > 0).double().mean().item(),
+                (p > 0).double().mean().item(),
+                slope,
+                pearson(x, p),
+                spearman(x, p),
+            ]
+        ],
+    )
+    figure(args.out, [("Predicted gain over GRPO", "X: independent logits", "P: shared parameters", draw)])
+
+
+def with_needs(method: Callable, extra: set[str]) -> Callable:
+    """A credit method that also asks for `extra` evidence, for the eyes of an evaluation."""
+
+    def wrapped(inputs):
+        return method(inputs)
+
+    wrapped.needs = frozenset(method.needs | (extra if "work" in method.needs else set()))
+    return wrapped
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# fidelity: how faithful is the first-order work to the exact one?
+
+
+def substitutions(rollout: Rollout, t: int, candidates: Tensor) -> Rollout:
+    """One response, with each candidate token (S,) in turn in place of token t: S responses."""
+    n = len(candidates)
+    copies = {k: getattr(rollout, k).expand(n, *getattr(rollout, k).shape[1:]) for k in
+              ("prompt_ids", "prompt_mask", "response_mask", "free_mask", "stopped")}  # fmt: skip
+    ids = rollout.response_ids.repeat(n, 1)
+    ids[:, t] = candidates
+    return replace(rollout, messages=rollout.messages * n, response_ids=ids, **copies, group_size=1)
+
+
+def candidates_of(logits: Tensor, token_ids: Tensor, top_k: int) -> Tensor:
+    """(N, V) -> (N, S): the whole vocabulary (top_k 0), or the policy's top k and the sampled token, which comes last."""
+    if not top_k or top_k >= logits.shape[-1] - 1:
+        return torch.arange(logits.shape[-1]).expand(len(logits), -1)
+    own = torch.nn.functional.one_hot(token_ids, logits.shape[-1]).bool()
+    best = logits.masked_fill(own, -torch.inf).topk(top_k).indices
+    return torch.cat([best, token_ids[:, None]], 1)
+
+
+def exact_values(reward_model, rollout: Rollout, places: list[int], candidates: Tensor, bar: tqdm) -> Tensor:
+    """(N, S) in float64: R with candidate s at place n, everything else as sampled."""
+    values = []
+    for t, row in zip(places, candidates, strict=True):
+        values.append(reward_model.score(substitutions(rollout, t, row))[0].double())
+        bar.update(len(row))
+    return torch.stack(values)
+
+
+def fidelity(args: argparse.Namespace, flags: list[str]) -> None:
+    """Spearman of first-order and exact work over each response's free tokens, for several points of the gradient."""
+    config, m = models_of(flags, lora_rank=0, gradient_checkpointing=False)
+    policy, model, tokenizer = m["policy"].eval(), m["reward_model"], m["tokenizer"]
+    model.reward_batch = args.batch
+    vocabulary = shared_vocabulary(policy, tokenizer, len(model.embedding))
+    head, table = policy.get_output_embeddings().weight[: vocabulary.size].detach(), model.embedding[: vocabulary.size]
+    groups = -(-args.responses // config.group_size)
+    torch.manual_seed(config.seed)
+    prompts = train.choose_prompts(m["prompts"], 0, replace(config, prompts_per_rollout=groups))
+    rollout = sample(
+        policy, tokenizer, prompts, vocabulary, config.group_size, config.max_response_tokens,
+        config.temperature, config.sample_batch, **config.template,
+    )  # fmt: skip
+    chosen = [r for r in rollout.split(1) if r.free_mask.sum() >= 3][: args.responses]
+    size = args.top_k + 1 if args.top_k and args.top_k < vocabulary.size - 1 else vocabulary.size
+    total = sum(r.free_mask.sum().item() for r in chosen) * size
+    print(
+        f"{len(chosen)} responses, {total} substituted texts = {-(-total // args.batch)} reward-model passes of {args.batch}."
+    )
+    paths = [[float(a) for a in point.split(",")] for point in args.points]
+    found: dict[str, list[float]] = {name: [] for name in [*args.points, "prefix differences"]}
+    cosines: list[float] = []
+    bar = tqdm(total=total, desc="substituted texts", dynamic_ncols=True)
+    for one in chosen:
+        free = one.free_mask[0]
+        places = free.nonzero()[:, 0].tolist()
+        with torch.no_grad():
+            hidden = response_hidden(policy, one)  # (1, T, H)
+            logits = hidden[0, free] @ head.T / config.temperature  # (N, V)
+        ids = one.response_ids[0, free]
+        allowed = candidates_of(logits, ids, args.top_k)  # (N, S)
+        own = (allowed == ids[:, None]).long().argmax(-1)  # (N,) where the sampled token stands among them
+        support = logits.gather(1, allowed).double()  # p renormalised on them
+        exact = support_work(support, own, exact_values(model, one, places, allowed, bar))
+        expected = expected_embedding(hidden[0], head, table, config.temperature)[None]  # (1, T, D)
+        for name, alphas in zip(args.points, paths, strict=True):
+            f = model.grad(one, expected, alphas)[0, free].double()  # (N, D)
+            value = torch.stack([table[row].double() @ g for row, g in zip(allowed, f, strict=True)])  # (N, S)
+            append_rank_correlation(found[name], support_work(support, own, value), exact)
+            if alphas == [1.0]:
+                cosines += torch.cosine_similarity(f, table[ids].double()).abs().tolist()
+        difference = model.prefix_scores(one).diff(dim=-1)[0, free]
+        append_rank_correlation(found["prefix differences"], difference, exact)
+    bar.close()
+    costs = {n: f"{len(a)} + {len(a)}" if a != [1.0] else "0 + 1" for n, a in zip(args.points, paths, strict=True)}
+    costs["prefix differences"] = "1 + 0"
+    rows = [[n, len(v), statistics.fmean(v), standard_error(v), costs[n]] for n, v in found.items() if v]
+    print_table(["evidence", "responses", "fidelity", "standard error", "extra forward + backward"], rows)
+    if cosines:
+        chance = math.sqrt(2 / (math.pi * table.shape[1]))
+        print(
+            f"\nMean |cos(f, e)| at the sample: {statistics.fmean(cosines):.3f}; chance in {table.shape[1]} dimensions: {chance:.3f}."
+        )
+    print(advice(rows))
+
+
+def support_work(logits: Tensor, own: Tensor, value: Tensor) -> Tensor:
+    """(5) with given values on a restricted support: logits and value (N, S), own (N,) -> (N,)."""
+    probs = logits.softmax(-1)
+    g = reward_direction(probs, value, torch.eye(value.shape[-1], dtype=value.dtype))  # v = I v
+    return (g * update_direction(probs, own)).sum(-1)
+
+
+def append_rank_correlation(into: list[float], d: Tensor, exact: Tensor) -> None:
+    if len(d) >= 3 and d.min() < d.max() and exact.min() < exact.max():
+        into.append(spearman(d, exact))
+
+
+def advice(rows: list[list]) -> str:
+    best = max((r for r in rows if r[0] != "prefix differences"), key=lambda r: r[2])
+    text = f"\nBest gradient here: --grad_at {best[0].replace(',', ' ')} (fidelity {best[2]:.2f} ± {best[3]:.2f}). "
+    forward = next((r for r in rows if r[0] == "prefix differences"), None)
+    if forward and forward[2] > best[2]:
+        text += f"Prefix differences rank the tokens better ({forward[2]:.2f}): try --credit red_band first. "
+    return text + (
+        "Yardstick: see the README's table of fidelity against DATC's lead over GRPO. Below about 0.3 expect little, and compare with "
+        "--credit shuffle before believing a gain."
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# answers: files that other harnesses read.
+
+
+def alpaca_record(name: str, question: dict, answers: list[str]) -> dict:
+    return {"instruction": question["instruction"], "output": answers[0], "generator": name}
+
+
+def arena_record(name: str, question: dict, answers: list[str]) -> dict:
+    key = question["uid"]
+    messages = [
+        {"role": "user", "content": question["prompt"]},
+        {"role": "assistant", "content": {"answer": answers[0]}},
+    ]
+    return {
+        "uid": key,
+        "ans_id": f"{name}-{key}",
+        "model": name,
+        "messages": messages,
+        "tstamp": time.time(),
+        "metadata": {},
+    }
+
+
+def bench_record(name: str, question: dict, answers: list[str]) -> dict:
+    key = question["question_id"]
+    choices = [{"index": 0, "turns": answers}]
+    return {
+        "question_id": key,
+        "answer_id": f"{name}-{key}",
+        "model_id": name,
+        "choices": choices,
+        "tstamp": time.time(),
+    }
+
+
+# format: (turns of a question, key of a question, key of a record, record, one JSON list in place of lines)
+FORMATS = {
+    "alpaca_eval": (lambda q: [q["instruction"]], "instruction", "instruction", alpaca_record, True),
+    "arena_hard": (lambda q: [q["prompt"]], "uid", "uid", arena_record, False),
+    "mt_bench": (lambda q: q["turns"], "question_id", "question_id", bench_record, False),
+}
+
+
+def answers(args: argparse.Namespace, flags: list[str]) -> None:
+    """Write the answer file of a benchmark, one record a question; a second call goes on where the first stopped."""
+    turns_of, key, record_key, record, as_list = FORMATS[args.format]
+    questions = load_rows(args.questions)
+    if missing := [i for i, q in enumerate(questions) if key not in q]:
+        raise ValueError(
+            f"--questions {args.questions}: row {missing[0] + 1} has no {key!r}, which {args.format} needs."
+        )
+    out = Path(args.out)
+    done = (json.loads(out.read_text()) if as_list else train.read_jsonl(out)) if out.exists() else []
+    seen = {r[record_key] for r in done}
+    like, _ = (
+        load_run(args.model)
+        if (Path(args.model) / "metrics.jsonl").exists()
+        else (train.settle(train.parse(flags)), None)
+    )
+    config, policy = trained_policy(args.model, like)
+    tokenizer = load_tokenizer(config.policy, config.chat_template)
+    vocabulary = shared_vocabulary(policy, tokenizer)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    for question in tqdm([q for q in questions if q[key] not in seen], desc=args.format, dynamic_ncols=True):
+        if question[key] in seen:
+            continue  # the same question twice in the file
+        messages, replies = [], []
+        for turn in turns_of(question):
+            messages.append({"role": "user", "content": turn})
+            torch.manual_seed(args.seed)
+            rollout = sample(
+                policy, tokenizer, [messages], vocabulary, 1, args.max_tokens, config.temperature, **config.template
+            )
+            replies.append(tokenizer.decode(rollout.response_ids[0][rollout.content_mask[0]], skip_special_tokens=True))
+            messages.append({"role": "assistant", "content": replies[-1]})
+        done.append(record(args.name or Path(args.model).name, question, replies))
+        seen.add(question[key])
+        text = json.dumps(done, indent=1) if as_list else "".join(json.dumps(r) + "\n" for r in done)
+        train.write_whole(out, text)
+    print(f"{out}: {len(done)} records")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# cost and compare.
+
+
+def cost(args: argparse.Namespace, flags: list[str]) -> None:
+    """GRPO and a credit method on the same rollouts, alternating: median seconds by phase; and the streamed work alone."""
+    config, m = models_of(flags)
+    vocabulary = shared_vocabulary(m["policy"], m["tokenizer"], len(m["reward_model"].embedding))
+    names = ["grpo", config.credit if config.credit != "grpo" else "datc"]
+    learners = {n: train.Learner(m["policy"], m["reward_model"], vocabulary, replace(config, credit=n)) for n in names}
+    spent: dict[str, list[dict[str, float]]] = {n: [] for n in names}
+    for step in tqdm(range(args.rollouts + 1), dynamic_ncols=True):
+        torch.manual_seed(train.step_seed(config.seed, step))
+        clock = train.Clock(config.device)
+        with clock("sample"):
+            rollout = learners["grpo"].sample(m["tokenizer"], train.choose_prompts(m["prompts"], step, config))
+        for name in names if step % 2 else names[::-1]:
+            own, learner = train.Clock(config.device), learners[name]
+            with own("score"):
+                rewards, grad = m["reward_model"].score(rollout, with_grad=learner.grad_at_sample)
+            with own("update"):
+                reference = learner.reference_logp(rollout) if config.beta else None
+                advantages = group_advantages(rewards, config.group_size)
+                learner.update(train.Scored(rollout, rewards, advantages, grad, reference), step, own)
+            if step:  # the first is warm-up
+                spent[name].append({"sample": clock.seconds["sample"], **own.seconds})
+    phases = ["sample", "score", "credit", "update"]
+    rows = []
+    for name in names:
+        middle = [statistics.median(s.get(p, 0.0) for s in spent[name]) for p in phases]
+        rows.append([name, *middle, statistics.median(sum(s.values()) for s in spent[name])])
+    print_table(["credit", *phases, "total, s"], rows)
+    ratio = statistics.median(sum(b.values()) / sum(a.values()) for a, b in zip(*spent.values(), strict=True))
+    print(f"\n{names[1]} / grpo: {ratio:.3f} (median of {args.rollouts} paired rollouts)\n")
+    sizes = [(256, 32_768), (1024, 32_768), (256, 151_936)]
+    table = []
+    for n, v in sizes:
+        dtype, h = getattr(torch, config.dtype), 1024
+        make = lambda *s: torch.randn(*s, dtype=dtype, device=config.device)  # noqa: B023, E731
+        inputs = make(n, h), make(v, h), torch.randint(v, (n,), device=config.device), make(n, h), make(v, h)
+        clock = train.Clock(config.device)
+        with clock("work"):
+            work(*inputs)
+        table.append([n, v, clock.seconds["work"], clock.seconds["work"] / n * 1e3])
+    print_table(["tokens N", "vocabulary V", "streamed work, s", "ms a token"], table)
+
+
+def compare(args: argparse.Namespace, flags: list[str]) -> None:
+    """Train every method with every seed and rate (what is there already is kept), print the table, draw the curves."""
+    base = train.settle(train.parse(flags))
+    results: dict[tuple[str, float], list[list[dict]]] = {}
+    for seed in range(args.seeds):
+        for rate in args.learning_rates:
+            for name in args.credit:
+                credit, _, points = name.partition("@")
+                out = Path(args.folder) / base.preset / f"{name}-{rate:g}-s{seed}"
+                grad_at = [float(a) for a in points.split(",")] if points else [1.0]
+                config = replace(
+                    base, credit=credit, grad_at=grad_at, learning_rate=rate, seed=seed, output_dir=str(out)
+                )
+                train.check_config(config)
+                if not (out / "final").exists():
+                    started = (out / "config.json").exists()
+                    train.train(**train.prepare(config), config=replace(config, resume=str(out) if started else None))
+                results.setdefault((name, rate), []).append(load_run(str(out))[1])
+    world = "gold_reward" in next(iter(results.values()))[0][0]
+
+    def mean(rows: list[dict], key: str) -> float:
+        return statistics.fmean(r[key] for r in rows)
+
+    table, curves = [], {}
+    for (name, rate), runs in results.items():
+        areas = [mean(r, "reward") for r in runs]
+        spread = statistics.stdev(areas) if len(areas) > 1 else 0.0
+        final = [statistics.fmean(mean(r[-10:], k) for r in runs) for k in ["reward"] + ["gold_reward"] * world]
+        length = statistics.fmean(mean(r[-10:], "completions/mean_length") for r in runs)
+        seconds = statistics.median(x["time/total"] for r in runs for x in r)
+        table.append(
+            [
+                name,
+                f"{rate:g}",
+                f"{statistics.fmean(areas):.2f} ± {spread:.2f}",
+                *(f"{v:.2f}" for v in final),
+                length,
+                seconds,
+            ]
+        )
+        if name not in curves or statistics.fmean(areas) > curves[name][0]:
+            curves[name] = (statistics.fmean(areas), rate, runs)
+    head = [
+        "credit",
+        "learning rate",
+        "area ± sd over seeds",
+        "final reward",
+        *["final gold"] * world,
+        "length",
+        "s/rollout",
+    ]
+    best = [row for row in table if f"{curves[row[0]][1]:g}" == row[1]]
+    print(f"{base.preset}: {args.seeds} seeds, {base.rollouts} rollouts; each method at its best rate, by area\n")
+    print_table(head, best)
+    print("\nAll rates\n")
+    print_table(head, sorted(table, key=lambda r: (r[1], args.credit.index(r[0]))))
+
+    def bands(key: str) -> Callable:
+        def draw(ax) -> None:
+            for name, (_, rate, runs) in curves.items():
+                lines = torch.tensor([trailing_mean([r[key] for r in rows]) for rows in runs])
+                middle, spread = lines.mean(0), lines.std(0) if len(lines) > 1 else torch.zeros(lines.shape[1])
+                (line,) = ax.plot(middle, label=f"{name} ({rate:g})")
+                ax.fill_between(
+                    range(len(middle)), middle - spread, middle + spread, alpha=0.15, color=line.get_color()
+                )
+
+        return draw
+
+    panels = [("RM reward", "rollout", "reward, trailing 25", bands("reward"))]
+    panels += [("Gold reward", "rollout", "gold, trailing 25", bands("gold_reward"))] * world
+    figure(args.out, [*panels, ("Length", "rollout", "tokens", bands("completions/mean_length"))])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def refuse_unknown(flags: list[str]) -> None:
+    if flags:
+        raise ValueError(f"Unknown flags: {' '.join(flags)}")
+
+
+def commands() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    sub = parser.add_subparsers(dest="command", required=True)
+
+    def command(run: Callable, name: str | None = None) -> argparse.ArgumentParser:
+        p = sub.add_parser(name or run.__name__, help=run.__doc__, description=run.__doc__)
+        p.set_defaults(function=run)
+        return p
+
+    p = command(reward)
+    p.add_argument("models", nargs="+", help="run folders, model directories or hub ids")
+    p.add_argument("--held_out", help="JSONL file or NAME:SPLIT of prompts; default: the tiny world's held-out topics")
+    p.add_argument("--prompts", type=int, default=64, help="at most this many prompts")
+    p.add_argument("--samples", type=int, default=16, help="responses to each")
+    p.add_argument("--seed", type=int, default=0)
+    p = command(plot)
+    p.add_argument("runs", nargs="+", help="run folders")
+    p.add_argument("--out", default="runs/plot.png")
+    p = command(heatmap)
+    p.add_argument("run", help="run folder")
+    p.add_argument("--rollouts", type=int, default=8, help="how many rollouts to show, spread over the run")
+    p.add_argument("--out", help="HTML file; default: heatmap.html in the run folder")
+    p = command(gain)
+    p.add_argument("--batches", type=int, default=100)
+    p.add_argument("--out", default="runs/gain.png")
+    p = command(fidelity)
+    p.add_argument("--responses", type=int, default=32)
+    p.add_argument(
+        "--top_k", type=int, default=0, help="alternatives a token: the policy's top k; 0 = the whole vocabulary"
+    )
+    p.add_argument(
+        "--points", nargs="+", default=["1.0", "0.75", "0.5", "0.25", "0.25,0.75"], help="choices of --grad_at"
+    )
+    p.add_argument("--batch", type=int, default=64, help="substituted texts per reward-model pass")
+    p = command(answers)
+    p.add_argument("model", help="run folder, model directory or hub id")
+    p.add_argument("--format", choices=FORMATS, required=True)
+    p.add_argument("--questions", required=True, help="JSONL file or NAME:SPLIT with the benchmark's questions")
+    p.add_argument("--out", required=True)
+    p.add_argument("--name", help="generator name in the records; default: the folder's")
+    p.add_argument("--max_tokens", type=int, default=2048)
+    p.add_argument("--seed", type=int, default=0)
+    p = command(cost)
+    p.add_argument("--rollouts", type=int, default=20)
+    p = command(compare)
+    p.add_argument("--credit", nargs="+", default=["grpo", "datc"], help="methods; NAME@0.25,0.75 sets --grad_at")
+    p.add_argument("--seeds", type=int, default=3)
+    p.add_argument("--learning_rates", "--learning_rate", nargs="+", type=float, default=[6e-4])
+    p.add_argument("--folder", default="runs/compare", help="where the runs are kept, and found again")
+    p.add_argument("--out", default="runs/compare.png")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> None:
+    args, flags = commands().parse_known_args(argv)
+    with train.plain_errors():
+        args.function(args, flags)
+
+
+if __name__ == "__main__":
+    main()
