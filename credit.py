@@ -6,7 +6,7 @@ Left out: where the evidence comes from (datc.py, reward_grad.py) and what is do
 Equation numbers are the README's.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
@@ -113,6 +113,8 @@ class CreditInputs:
     entropy: Tensor | None = None  # (B, T) of the policy, in nats
     hidden: Tensor | None = None  # (B, T, H) policy states that predict each token
     sampled_prob: Tensor | None = None  # (B, T) p_t(a_t)
+    exact_work: Tensor | None = None  # (B, T) d_t from substituting tokens one by one; very slow
+    sharpness: Tensor | None = None  # (B,) what (6) reads in place of A where A has a unit; always given by the loop
 
 
 @dataclass(frozen=True)
@@ -126,7 +128,7 @@ class Credit:
 
 CreditMethod = Callable[[CreditInputs], Credit]
 CREDIT: dict[str, CreditMethod] = {}
-EVIDENCE = {f.name for f in fields(CreditInputs) if f.default is None} | {"whole_batch"}
+EVIDENCE = {f.name for f in fields(CreditInputs) if f.default is None} - {"sharpness"} | {"whole_batch"}
 
 
 def credit_method(name: str, needs: tuple[str, ...] = ()) -> Callable[[CreditMethod], CreditMethod]:
@@ -160,8 +162,20 @@ def multiplicative(x: CreditInputs, weights: Tensor, tau: Tensor | None = None) 
     return Credit((x.advantages[:, None] * weights).to(x.advantages.dtype), weights, tau)
 
 
+def banded(x: CreditInputs, d: Tensor) -> Credit:
+    """DATC's allocation (6) of any evidence d (B, T): sign and mean of A kept, weights within the band."""
+    sharpness = x.advantages if x.sharpness is None else x.sharpness
+    return multiplicative(x, *allocate(d, sharpness, x.response_mask, x.free_mask, x.band))
+
+
+def per_response(x: CreditInputs, draw: Callable[[int], Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    """(mask (T,), draw(T)) of each response in turn: one draw a response, so micro-batches change nothing."""
+    for mask in x.response_mask:
+        yield mask, draw(len(mask)).to(mask.device)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
-# The methods.
+# GRPO, DATC, and DATC's falsifiers. All keep sign and mean of A and the band.
 
 
 @credit_method("grpo")
@@ -173,20 +187,120 @@ def grpo(x: CreditInputs) -> Credit:
 @credit_method("datc", needs=("work",))
 def datc(x: CreditInputs) -> Credit:
     """DATC: tokens whose own update gains more reward get a larger share of the advantage, (2)-(6)."""
-    return multiplicative(x, *allocate(x.work, x.advantages, x.response_mask, x.free_mask, x.band))
+    return banded(x, x.work)
+
+
+@credit_method("oracle", needs=("exact_work",))
+def oracle(x: CreditInputs) -> Credit:
+    """Upper bound: DATC with the exact work, one reward-model text for each of the policy's top 8 alternatives at each token."""
+    return banded(x, x.exact_work)
 
 
 @credit_method("inverted", needs=("work",))
 def inverted(x: CreditInputs) -> Credit:
     """Control: DATC with the sign of the work flipped. If it does not lose to GRPO, the work carries no information."""
-    return multiplicative(x, *allocate(-x.work, x.advantages, x.response_mask, x.free_mask, x.band))
+    return banded(x, -x.work)
 
 
 @credit_method("shuffle", needs=("work",))
 def shuffle(x: CreditInputs) -> Credit:
     """Control: DATC's own weights in random places of the same response. What it gains over GRPO is not credit."""
-    weights, tau = allocate(x.work, x.advantages, x.response_mask, x.free_mask, x.band)
-    for row, mask in zip(weights, x.response_mask, strict=True):  # one draw a response: micro-batches change nothing
+    out = banded(x, x.work)
+    for row, (mask, noise) in zip(
+        out.weights, per_response(x, lambda n: torch.rand(n, generator=x.generator)), strict=True
+    ):
         kept = row[mask]
-        row[mask] = kept[torch.randperm(len(kept), generator=x.generator).to(row.device)]
-    return multiplicative(x, weights, tau)
+        row[mask] = kept[noise[mask].argsort()]
+    return multiplicative(x, out.weights, out.tau)
+
+
+@credit_method("norm_product", needs=("work_magnitude",))
+def norm_product(x: CreditInputs) -> Credit:
+    """Control: ‖g_t‖ ‖k_t‖ in place of <g_t, k_t>, the magnitude without the direction. [dev]"""
+    return banded(x, x.work_magnitude)
+
+
+@credit_method("random_direction")
+def random_direction(x: CreditInputs) -> Credit:
+    """Control: d_t ~ N(0, 1) through the same allocation. [dev]"""
+    noise = [n for _, n in per_response(x, lambda n: torch.randn(n, generator=x.generator))]
+    return banded(x, torch.stack(noise))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What the paper compares with. Additive methods keep neither the sign nor the mean of A.
+
+
+@credit_method("p2t", needs=("reward_grad", "token_embedding", "null_embedding"))
+def p2t(x: CreditInputs, omega: float = 0.6, alpha: float = 0.1) -> Credit:
+    """P2T (Wu et al., CVPR 2026) as DATC's comparison runs it: r_t = R + ω R softmax_t(<f_t, e_t - e_null>), Ã_t = A + α r_t.
+
+    e_null is the reward model's pad embedding. The paper's comparison also has α = 1. R is raw, so a reward model whose scores are
+    all negative pushes every token down, whatever A says; P2T itself is an optimiser of its own, of which this is the credit.
+    """
+    evidence = (x.reward_grad * (x.token_embedding - x.null_embedding)).sum(-1)  # (B, T)
+    share = evidence.masked_fill(~x.response_mask, -torch.inf).softmax(-1)
+    reward = x.rewards[:, None] * (1 + omega * share)
+    return Credit(((x.advantages[:, None] + alpha * reward) * x.response_mask).to(x.advantages.dtype))
+
+
+def reward_differences(x: CreditInputs) -> Tensor:
+    """r̃_t = R(x, y_<=t) - R(x, y_<t), (B, T): the reward model read after every token, in one forward; 0 on padding."""
+    return x.prefix_scores.diff(dim=-1)
+
+
+@credit_method("red", needs=("prefix_scores",))
+def red(x: CreditInputs) -> Credit:
+    """RED (Li et al., EMNLP 2025, arXiv 2411.08302) as DATC's comparison runs it: Ã_t = A + r̃_t - mean r̃, no clipping.
+
+    Its arm takes A from `--advantage rloo`. RED's own paper uses r̃_t as the token reward of PPO, with a value model. [dev]
+    """
+    r = reward_differences(x)
+    mean = r.sum(-1, keepdim=True) / x.response_mask.sum(-1, keepdim=True)
+    return Credit(((x.advantages[:, None] + r - mean) * x.response_mask).to(x.advantages.dtype))
+
+
+@credit_method("red_band", needs=("prefix_scores",))
+def red_band(x: CreditInputs) -> Credit:
+    """RED's evidence in DATC's allocation, d_t := r̃_t: no gradient, so what DATC gains over it the gradient has earned. [ours]"""
+    return banded(x, reward_differences(x))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Neighbours that look at the policy alone.
+
+
+@credit_method("entropy", needs=("entropy", "whole_batch"))
+def entropy(x: CreditInputs, share: float = 0.2) -> Credit:
+    """Only the 20% of the batch's tokens with the highest entropy learn (Wang et al. 2025, arXiv 2506.01939).
+
+    The loss becomes Σ over the chosen / their number; (7) divides by B T_i, so A is multiplied by B T_i / number. Signs hold on the
+    chosen; the mean over a response does not.
+    """
+    values = x.entropy[x.response_mask]
+    chosen = x.response_mask & (x.entropy >= values.topk(max(1, round(share * len(values)))).values.min())
+    lengths = x.response_mask.sum(-1, keepdim=True)
+    return multiplicative(x, chosen * (len(lengths) * lengths / chosen.sum()).double())
+
+
+@credit_method("delta", needs=("hidden", "sampled_prob", "whole_batch"))
+def delta(x: CreditInputs) -> Credit:
+    """DelTA (arXiv 2605.21467): tokens whose gradient is typical of their side, and not of the other, weigh a little more.
+
+    v_t = (1 - p_t(a)) h_t; μ± = Σ max(±A, 0) v / Σ max(±A, 0); margin = ‖v - μ∓‖² - ‖v - μ±‖²; w = 0.8 + 0.4 sigmoid(margin / γ), γ the
+    std of the side's margins; then mean one over the batch's tokens. Signs hold, w stays near [0.8, 1.2]; a response's mean does not.
+    """
+    mask = x.response_mask
+    v = ((1 - x.sampled_prob)[..., None] * x.hidden)[mask].double()  # (N, H)
+    a = x.advantages.double()[:, None].expand_as(mask)[mask]  # (N,)
+    tiny = torch.finfo(a.dtype).tiny
+    plus, minus = (
+        (side[:, None] * v).sum(0) / side.sum().clamp(min=tiny) for side in (a.clamp(min=0), (-a).clamp(min=0))
+    )
+    margin = (v - minus).square().sum(-1) - (v - plus).square().sum(-1)  # (N,)
+    w = torch.ones_like(a)  # A = 0 belongs to no side
+    for side in (a > 0, a < 0):
+        own = margin[side] * a[side].sign()
+        if len(own):
+            w[side] = 0.8 + 0.4 * torch.sigmoid(own / own.std(correction=0).clamp(min=tiny))
+    return multiplicative(x, torch.zeros(mask.shape, dtype=w.dtype, device=w.device).masked_scatter(mask, w / w.mean()))

@@ -145,8 +145,42 @@ def work(
     Returns:
         (N,) d_t, in at least float32, without a graph.
     """
-    s = vocabulary_sums(hidden, lm_head, token_ids, reward_grad, embedding, temperature, chunk)
+    return work_from(vocabulary_sums(hidden, lm_head, token_ids, reward_grad, embedding, temperature, chunk))
+
+
+def work_from(s: VocabularySums) -> Tensor:
+    """d_t of (5) from its sums, (N,)."""
     return s.mean * (s.collision - s.sampled_prob) - s.weighted
+
+
+def magnitude_from(s: VocabularySums) -> Tensor:
+    """‖g_t‖ ‖k_t‖, (N,): the work if force and displacement were parallel, so how much is at stake without the direction."""
+    g = s.weighted_square - 2 * s.mean * s.weighted + s.mean**2 * s.collision
+    k = 1 - 2 * s.sampled_prob + s.collision
+    return (g.clamp(min=0) * k.clamp(min=0)).sqrt()
+
+
+def work_on_support(logits: Tensor, own: Tensor, value: Tensor) -> Tensor:
+    """(5) with the tokens' values given, on a restricted set of S tokens over which p is renormalised.
+
+    Args:
+        logits: (N, S) of the tokens in the set, divided by the temperature.
+        own: (N,) where the sampled token stands in the set.
+        value: (N, S) v of each; from substituting the tokens one by one it makes the EXACT work, from W f the first-order one.
+    Returns:
+        (N,) d_t.
+    """
+    probs = logits.to(value.dtype).softmax(-1)
+    g = reward_direction(probs, value, torch.eye(value.shape[-1], dtype=value.dtype, device=value.device))  # v = I v
+    return (g * update_direction(probs, own)).sum(-1)
+
+
+def candidates(logits: Tensor, token_ids: Tensor, top_k: int) -> Tensor:
+    """The tokens to substitute, (N, V) -> (N, S): the policy's top k and, last, the sampled one; all V where top_k is 0."""
+    if not top_k or top_k >= logits.shape[-1] - 1:
+        return torch.arange(logits.shape[-1], device=logits.device).expand(len(logits), -1)
+    others = logits.scatter(1, token_ids[:, None], -torch.inf)
+    return torch.cat([others.topk(top_k).indices, token_ids[:, None]], 1)
 
 
 @torch.no_grad()

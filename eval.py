@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 import tiny
 import train
-from datc import expected_embedding, reward_direction, update_direction, work
+from datc import candidates, expected_embedding, work, work_on_support
 from grpo import Rollout, clipped_surrogate, group_advantages, response_hidden, sample, shared_vocabulary
 from load import load_policy, load_prompts, load_reward_model, load_rows, load_tokenizer
 
@@ -279,7 +279,7 @@ def predicted_gains(learner: train.Learner, rollout: Rollout, step: int) -> tupl
     """X, DATC's predicted gain over GRPO with independent logits, and P, the same through the shared parameters."""
     config, mask = learner.config, rollout.response_mask
     rewards, grad = learner.reward_model.score(rollout, with_grad=learner.grad_at_sample)
-    scored = train.Scored(rollout, rewards, group_advantages(rewards, config.group_size), grad, None)
+    scored = train.Scored(rollout, rewards, group_advantages(rewards, rollout.group_size), grad, None)
     hidden, logp, entropy = learner.forward(rollout)
     generator = torch.Generator().manual_seed(step)
     inputs = learner.evidence(scored, hidden.detach(), logp.detach(), entropy, step, generator)
@@ -346,34 +346,6 @@ def with_needs(method: Callable, extra: set[str]) -> Callable:
 # fidelity: how faithful is the first-order work to the exact one?
 
 
-def substitutions(rollout: Rollout, t: int, candidates: Tensor) -> Rollout:
-    """One response, with each candidate token (S,) in turn in place of token t: S responses."""
-    n = len(candidates)
-    copies = {k: getattr(rollout, k).expand(n, *getattr(rollout, k).shape[1:]) for k in
-              ("prompt_ids", "prompt_mask", "response_mask", "free_mask", "stopped")}  # fmt: skip
-    ids = rollout.response_ids.repeat(n, 1)
-    ids[:, t] = candidates
-    return replace(rollout, messages=rollout.messages * n, response_ids=ids, **copies, group_size=1)
-
-
-def candidates_of(logits: Tensor, token_ids: Tensor, top_k: int) -> Tensor:
-    """(N, V) -> (N, S): the whole vocabulary (top_k 0), or the policy's top k and the sampled token, which comes last."""
-    if not top_k or top_k >= logits.shape[-1] - 1:
-        return torch.arange(logits.shape[-1]).expand(len(logits), -1)
-    own = torch.nn.functional.one_hot(token_ids, logits.shape[-1]).bool()
-    best = logits.masked_fill(own, -torch.inf).topk(top_k).indices
-    return torch.cat([best, token_ids[:, None]], 1)
-
-
-def exact_values(reward_model, rollout: Rollout, places: list[int], candidates: Tensor, bar: tqdm) -> Tensor:
-    """(N, S) in float64: R with candidate s at place n, everything else as sampled."""
-    values = []
-    for t, row in zip(places, candidates, strict=True):
-        values.append(reward_model.score(substitutions(rollout, t, row))[0].double())
-        bar.update(len(row))
-    return torch.stack(values)
-
-
 def fidelity(args: argparse.Namespace, flags: list[str]) -> None:
     """Spearman of first-order and exact work over each response's free tokens, for several points of the gradient."""
     config, m = models_of(flags, lora_rank=0, gradient_checkpointing=False)
@@ -400,20 +372,21 @@ def fidelity(args: argparse.Namespace, flags: list[str]) -> None:
     bar = tqdm(total=total, desc="substituted texts", dynamic_ncols=True)
     for one in chosen:
         free = one.free_mask[0]
-        places = free.nonzero()[:, 0].tolist()
+        places = free.nonzero()[:, 0]
         with torch.no_grad():
             hidden = response_hidden(policy, one)  # (1, T, H)
             logits = hidden[0, free] @ head.T / config.temperature  # (N, V)
         ids = one.response_ids[0, free]
-        allowed = candidates_of(logits, ids, args.top_k)  # (N, S)
+        allowed = candidates(logits, ids, args.top_k)  # (N, S)
         own = (allowed == ids[:, None]).long().argmax(-1)  # (N,) where the sampled token stands among them
-        support = logits.gather(1, allowed).double()  # p renormalised on them
-        exact = support_work(support, own, exact_values(model, one, places, allowed, bar))
+        support = logits.gather(1, allowed)  # (N, S) p renormalised on them
+        exact = work_on_support(support, own, model.substituted(one, places, allowed))
+        bar.update(allowed.numel())
         expected = expected_embedding(hidden[0], head, table, config.temperature)[None]  # (1, T, D)
         for name, alphas in zip(args.points, paths, strict=True):
             f = model.grad(one, expected, alphas)[0, free].double()  # (N, D)
             value = torch.stack([table[row].double() @ g for row, g in zip(allowed, f, strict=True)])  # (N, S)
-            append_rank_correlation(found[name], support_work(support, own, value), exact)
+            append_rank_correlation(found[name], work_on_support(support, own, value), exact)
             if alphas == [1.0]:
                 cosines += torch.cosine_similarity(f, table[ids].double()).abs().tolist()
         difference = model.prefix_scores(one).diff(dim=-1)[0, free]
@@ -429,13 +402,6 @@ def fidelity(args: argparse.Namespace, flags: list[str]) -> None:
             f"\nMean |cos(f, e)| at the sample: {statistics.fmean(cosines):.3f}; chance in {table.shape[1]} dimensions: {chance:.3f}."
         )
     print(advice(rows))
-
-
-def support_work(logits: Tensor, own: Tensor, value: Tensor) -> Tensor:
-    """(5) with given values on a restricted support: logits and value (N, S), own (N,) -> (N,)."""
-    probs = logits.softmax(-1)
-    g = reward_direction(probs, value, torch.eye(value.shape[-1], dtype=value.dtype))  # v = I v
-    return (g * update_direction(probs, own)).sum(-1)
 
 
 def append_rank_correlation(into: list[float], d: Tensor, exact: Tensor) -> None:
@@ -560,7 +526,7 @@ def cost(args: argparse.Namespace, flags: list[str]) -> None:
                 rewards, grad = m["reward_model"].score(rollout, with_grad=learner.grad_at_sample)
             with own("update"):
                 reference = learner.reference_logp(rollout) if config.beta else None
-                advantages = group_advantages(rewards, config.group_size)
+                advantages = group_advantages(rewards, rollout.group_size)
                 learner.update(train.Scored(rollout, rewards, advantages, grad, reference), step, own)
             if step:  # the first is warm-up
                 spent[name].append({"sample": clock.seconds["sample"], **own.seconds})
@@ -572,6 +538,8 @@ def cost(args: argparse.Namespace, flags: list[str]) -> None:
     print_table(["credit", *phases, "total, s"], rows)
     ratio = statistics.median(sum(b.values()) / sum(a.values()) for a, b in zip(*spent.values(), strict=True))
     print(f"\n{names[1]} / grpo: {ratio:.3f} (median of {args.rollouts} paired rollouts)\n")
+    if args.no_work:
+        return
     sizes = [(256, 32_768), (1024, 32_768), (256, 151_936)]
     table = []
     for n, v in sizes:
@@ -711,6 +679,7 @@ def commands() -> argparse.ArgumentParser:
     p.add_argument("--seed", type=int, default=0)
     p = command(cost)
     p.add_argument("--rollouts", type=int, default=20)
+    p.add_argument("--no_work", action="store_true", help="leave out the timing of the streamed work at real sizes")
     p = command(compare)
     p.add_argument("--credit", nargs="+", default=["grpo", "datc"], help="methods; NAME@0.25,0.75 sets --grad_at")
     p.add_argument("--seeds", type=int, default=3)

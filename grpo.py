@@ -43,6 +43,46 @@ def group_advantages(rewards: Tensor, group_size: int, std_floor: float = 0.0) -
     return advantages.masked_fill(ties, 0.0).flatten().to(rewards.dtype)
 
 
+def response_advantages(
+    estimator: str, rewards: Tensor, lengths: Tensor, group_size: int, max_length: int, std_floor: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """A by `--advantage`, and the sharpness that the allocation (6) reads in place of A; both (B,).
+
+    grpo: (1), R standardised in its group.  rank_normal: Φ⁻¹((rank - ½) / G), ties averaged (TACE, S1): blind to the reward's scale.
+    rloo: R minus the mean of the others.  dr_grpo: R minus the mean, times T_i / T_max, which turns the per-response token mean
+    of (7) into a sum over one fixed length.  The first two have unit scale, so |A| is a sharpness as it stands; the last two are in
+    the reward's unit, so the sharpness is A over its root mean square in the batch, and only there.
+
+    Args:
+        lengths: (B,) tokens of each response; read by dr_grpo.
+        max_length: T_max.
+    Raises:
+        ValueError: an unknown estimator, or group_size < 2.
+    """
+    standard = group_advantages(rewards, group_size, std_floor)
+    if estimator == "grpo":
+        return standard, standard
+    groups = rewards.double().view(-1, group_size)  # (B/G, G)
+    ties = (standard.view_as(groups) == 0).all(-1, keepdim=True)
+    centred = (groups - groups.mean(-1, keepdim=True)).masked_fill(ties, 0.0)
+    if estimator == "rank_normal":
+        below = (groups[:, None] < groups[..., None]).sum(-1) + 0.5 * (groups[:, None] == groups[..., None]).sum(-1)
+        normal = torch.special.ndtri(below / group_size).masked_fill(ties, 0.0).flatten().to(rewards.dtype)
+        return normal, normal  # below = rank - 1/2, with ties at their average rank
+    if estimator == "rloo":
+        advantages = centred.flatten() * group_size / (group_size - 1)
+    elif estimator == "dr_grpo":
+        advantages = centred.flatten() * lengths / max_length
+    else:
+        raise ValueError(f"--advantage {estimator!r} is unknown. Known: {', '.join(ADVANTAGES)}.")
+    advantages = advantages.to(rewards.dtype)
+    scale = advantages.square().mean().sqrt().clamp(min=torch.finfo(rewards.dtype).tiny)
+    return advantages, advantages / scale
+
+
+ADVANTAGES = ("grpo", "dr_grpo", "rloo", "rank_normal")
+
+
 def length_window(lengths: Tensor, sigma: float) -> Tensor:
     """Soft penalty on answers under 8 and over 1,024 tokens, in the reward's units; `sigma` is σ0. (B,) -> (B,). [dev]"""
     short, long = ((8 - lengths) / 8).clamp(0, 1), ((lengths - 1024) / 1024).clamp(0, 1)

@@ -6,7 +6,7 @@ does not give the ids back. Left out: what the gradient is used for (datc.py). E
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -221,3 +221,22 @@ class RewardModel:
             places = torch.cat([inputs.prefix_length[:, None] - 1, ends], 1)  # (b, T+1)
             scores.append(self._read(self.embedding[inputs.ids], inputs.mask, places))
         return torch.cat(scores)
+
+    @torch.no_grad()
+    def substituted(self, rollout: Rollout, places: Tensor, tokens: Tensor) -> Tensor:
+        """R with one token exchanged and the rest as sampled: what the first-order v_t(b) approximates.
+
+        Args:
+            rollout: one response.
+            places: (N,) positions in it.
+            tokens: (N, S) ids to put there in turn.
+        Returns:
+            (N, S) rewards in float64, at the cost of N S texts in slices of `reward_batch`.
+        """
+        n = tokens.numel()
+        ids = rollout.response_ids.repeat(n, 1)  # (N S, T)
+        ids[torch.arange(n), places.repeat_interleave(tokens.shape[1])] = tokens.flatten()
+        same = ("prompt_ids", "prompt_mask", "response_mask", "free_mask", "stopped")
+        copies = {name: (t := getattr(rollout, name)).expand(n, *t.shape[1:]) for name in same}
+        texts = replace(rollout, messages=rollout.messages * n, response_ids=ids, group_size=1, **copies)
+        return self.score(texts)[0].double().view(tokens.shape)

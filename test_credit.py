@@ -28,6 +28,7 @@ from transformers import (
 
 import credit
 import datc
+import eval as evaluate
 import grpo
 import load
 import reward_grad
@@ -276,6 +277,125 @@ def test_an_unknown_credit_method_lists_the_known_ones_and_unknown_evidence_is_r
         credit.credit_method("datc")
 
 
+def run_with(name, advantages, response, free=None, **evidence):
+    b = len(advantages)
+    rewards = evidence.pop("rewards", torch.linspace(-2, 1, b))
+    inputs = CreditInputs(
+        response_ids=torch.zeros_like(response, dtype=torch.long), response_mask=response,
+        free_mask=response if free is None else free, advantages=advantages, rewards=rewards, band=4.0, step=0,
+        generator=torch.Generator().manual_seed(0), **evidence,
+    )  # fmt: skip
+    return get_credit_method(name)(inputs)
+
+
+@pytest.mark.parametrize(
+    "name", ["datc", "inverted", "shuffle", "norm_product", "random_direction", "red_band", "oracle"]
+)
+def test_every_banded_method_keeps_sign_mean_and_band(name):
+    work, advantages, response, free = random_case(13)
+    prefix = torch.cat([torch.zeros(len(work), 1), (work * response).cumsum(-1)], 1)
+    evidence = {"work": work, "work_magnitude": work.abs(), "prefix_scores": prefix, "exact_work": work}
+    needed = {k: v for k, v in evidence.items() if k in credit.CREDIT[name].needs}
+    out = run_with(name, advantages, response, free, **needed)
+    a, w = out.token_advantages, out.weights
+    assert (a[response].sign() == advantages[:, None].expand_as(a)[response].sign()).all()
+    close(a.sum(-1) / response.sum(-1), advantages, 1e-5)
+    assert (w[response] <= 4).all() and (w[response] >= 0.25).all() and (a[~response] == 0).all()
+    assert name == "oracle" or not torch.equal(a, run_with("grpo", advantages, response).token_advantages)
+
+
+def test_p2t_is_its_formula_and_is_seen_to_flip_signs():
+    _, advantages, response, _ = random_case(14)
+    g = torch.Generator().manual_seed(1)
+    f, e = torch.randn(*response.shape, 5, generator=g), torch.randn(*response.shape, 5, generator=g)
+    evidence = {"reward_grad": f, "token_embedding": e, "null_embedding": e[0, 0]}
+    rewards = torch.full((len(f),), -20.0)
+    a = run_with("p2t", advantages, response, rewards=rewards, **evidence).token_advantages
+    n = response[0].sum()
+    share = (f[0, :n] * (e[0, :n] - e[0, 0])).sum(-1).softmax(-1)
+    close(a[0, :n], advantages[0] - 2.0 * (1 + 0.6 * share), 1e-5)
+    up = (advantages[:, None] > 0) & response
+    assert (a[up] < 0).any(), "a good response under a negative reward model is pushed down"
+    assert (a.sum(-1) / response.sum(-1) - advantages).abs().min() > 1
+    assert (a[~response] == 0).all()
+
+
+def test_red_adds_centred_reward_differences_and_keeps_the_mean_but_not_the_sign():
+    work, advantages, response, _ = random_case(15)
+    scores = torch.cat([torch.zeros(len(work), 1), (work * 1e3 * response).cumsum(-1)], 1)
+    a = run_with("red", advantages, response, prefix_scores=scores).token_advantages
+    close(a.sum(-1) / response.sum(-1), advantages, 1e-3, 1e-5)
+    assert (a[response].sign() != advantages[:, None].expand_as(a)[response].sign()).any()
+
+
+def test_entropy_lets_only_the_most_uncertain_fifth_learn_as_one_mean_over_them():
+    _, advantages, response, _ = random_case(16)
+    entropy = torch.rand(response.shape, generator=torch.Generator().manual_seed(2))
+    a = run_with("entropy", advantages, response, entropy=entropy).token_advantages
+    chosen = a != 0
+    assert chosen.sum() == round(0.2 * response.sum().item()) and not (chosen & ~response).any()
+    assert entropy[chosen].min() > entropy[response & ~chosen].max()
+    ratio = torch.rand(response.shape) + 0.5
+    folded = grpo.response_mean(ratio * a, response, len(a))
+    close(folded, (ratio * advantages[:, None])[chosen].mean(), 1e-5)
+
+
+def test_delta_weighs_tokens_typical_of_their_side_more_and_averages_one_over_the_batch():
+    advantages, response = torch.tensor([1.0, -1.0]), torch.ones(2, 4).bool()
+    common, good, bad = torch.eye(3)
+    hidden = torch.stack([torch.stack([common, common, good, good]), torch.stack([common, common, bad, bad])])
+    out = run_with("delta", advantages, response, hidden=hidden, sampled_prob=torch.zeros(2, 4))
+    w = out.weights
+    close(w.mean(), 1.0, 1e-12)
+    assert (w[:, 2:].min() > w[:, :2].max()) and w.min() > 0.75 and w.max() < 1.25
+    assert (out.token_advantages.sign() == advantages[:, None]).all()
+
+
+def test_advantage_estimators_are_their_formulas():
+    rewards, lengths = torch.tensor([1.0, 2.0, 2.0, 7.0, 5.0, 5.0, 5.0, 5.0]), torch.tensor([4, 8, 2, 8] * 2)
+
+    def advantages(name):
+        return grpo.response_advantages(name, rewards, lengths, 4, 16)
+
+    assert torch.equal(advantages("grpo")[0], group_advantages(rewards, 4))
+    a, sharp = advantages("rloo")
+    close(a[:4], torch.tensor([1 - 11 / 3, 2 - 10 / 3, 2 - 10 / 3, 7 - 5 / 3]), 1e-5)
+    close(sharp.square().mean(), 1.0, 1e-5)
+    a, _ = advantages("dr_grpo")
+    close(a[:4], torch.tensor([-2.0, -1.0, -1.0, 4.0]) * lengths[:4] / 16, 1e-6)
+    a, sharp = advantages("rank_normal")
+    close(a[:4], torch.special.ndtri(torch.tensor([0.125, 0.5, 0.5, 0.875])), 1e-5, 1e-6)
+    close(sharp, a, 0)
+    for name in grpo.ADVANTAGES:
+        assert (advantages(name)[0][4:] == 0).all(), "ties get nothing"
+    with pytest.raises(ValueError, match="rank_normal"):
+        advantages("best")
+
+
+def test_the_sharpness_of_the_allocation_does_not_depend_on_the_rewards_unit():
+    work, _, response, free = random_case(17)
+    rewards, lengths = torch.randn(6, generator=torch.Generator().manual_seed(3)), response.sum(-1)
+    for name in grpo.ADVANTAGES:
+        weights = []
+        for unit in (1.0, 100.0):
+            a, sharp = grpo.response_advantages(name, unit * rewards, lengths, 3, 40)
+            weights.append(run_with("datc", a, response, free, work=work, sharpness=sharp).weights)
+        close(weights[0], weights[1], 1e-3, 1e-4)
+
+
+def test_the_readmes_own_credit_method_runs():
+    text = Path("README.md").read_text()
+    code = text.split("<!-- tested -->\n```python\n")[1].split("```")[0]
+    exec(code, {})  # noqa: S102
+    try:
+        name = code.split('@credit_method("')[1].split('"')[0]
+        work, advantages, response, free = random_case(18)
+        a = run_with(name, advantages, response, free, entropy=work.abs(), sampled_prob=work.abs(), work=work)
+        close(a.token_advantages.sum(-1) / response.sum(-1), advantages, 1e-4)
+    finally:
+        credit.CREDIT.pop(name)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # (2) to (5) The work.
 
@@ -344,6 +464,26 @@ def test_streamed_work_is_dense_work(sizes, temperature, dtype, tolerance, monke
     streamed = datc.work(hidden, head, ids, grad, embedding, temperature, chunk=3)
     assert streamed.dtype == dtype
     close(streamed, dense, tolerance, tolerance * dense.abs().max().item())
+
+
+def test_the_streamed_magnitude_is_the_product_of_the_norms(monkeypatch):
+    monkeypatch.setattr(datc, "STRIP", 10)
+    hidden, head, ids, grad, embedding = random_position(4)
+    probs = (hidden @ head.T).softmax(-1)
+    g, k = datc.reward_direction(probs, grad, embedding), datc.update_direction(probs, ids)
+    sums = datc.vocabulary_sums(hidden, head, ids, grad, embedding, chunk=2)
+    close(datc.magnitude_from(sums), g.norm(dim=-1) * k.norm(dim=-1), 1e-9)
+    assert (datc.magnitude_from(sums) >= datc.work_from(sums).abs()).all()
+
+
+def test_work_on_the_whole_vocabulary_as_support_is_the_work():
+    hidden, head, ids, grad, embedding = random_position(5)
+    logits = hidden @ head.T
+    d = datc.work_on_support(logits, ids, grad @ embedding.T)
+    close(d, datc.work_dense(logits, ids, grad, embedding), 1e-10)
+    few = datc.candidates(logits, ids, 3)
+    assert few.shape == (5, 4) and torch.equal(few[:, -1], ids) and all(len(set(r)) == 4 for r in few.tolist())
+    assert datc.candidates(logits, ids, 0).shape == (5, 37)
 
 
 def test_the_streamed_expected_embedding_is_the_dense_one(monkeypatch):
@@ -519,6 +659,14 @@ def test_prefix_scores_start_before_the_response_end_at_its_reward_and_stay_ther
     ids = torch.tensor([before + TOKENIZER("the cat").input_ids])
     states = model.backbone(input_ids=ids).last_hidden_state[0, -1]
     close(s[0, 2], states.detach() @ model.head.weight[0].detach(), 1e-4)
+
+
+def test_substituted_rewards_are_those_of_the_edited_texts():
+    model, rollout = make_reward_model(), hand_made(["the cat is red <end>"])
+    red, dog = TOKENIZER.convert_tokens_to_ids(["red", "dog"])
+    values = model.substituted(rollout, torch.tensor([1, 3]), torch.tensor([[dog, red], [dog, red]]))
+    texts = ["the dog is red <end>", "the red is red <end>", "the cat is dog <end>", "the cat is red <end>"]
+    close(values.flatten(), model.score(hand_made(texts))[0], 1e-5)
 
 
 class Doubling(torch.nn.Embedding):
@@ -868,7 +1016,7 @@ def test_grpo_asks_the_reward_model_for_no_gradient(pair, monkeypatch):
         raise AssertionError("GRPO computed credit evidence")
 
     monkeypatch.setattr(RewardModel, "_reward_and_grad", refuse)
-    monkeypatch.setattr(train, "work", refuse)
+    monkeypatch.setattr(train, "vocabulary_sums", refuse)
     config = train.parse(arguments(pair, "unused", "--credit", "grpo"))
     policy, model = make_policy(), make_reward_model()
     learner = train.Learner(policy, model, shared_vocabulary(policy, TOKENIZER), config)
@@ -1043,6 +1191,187 @@ def test_a_failed_save_keeps_the_last_good_checkpoint(pair, tmp_path, monkeypatc
     message = error_of(arguments(pair, tmp_path / "run"))
     assert "No space left" in message and "intact" in message
     assert {p.name for p in (tmp_path / "run").iterdir() if p.is_dir()} == {"checkpoint-2"}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# eval.py
+
+
+@pytest.fixture(scope="module")
+def runs(pair, tmp_path_factory):
+    """Two runs of three rollouts."""
+    folder = tmp_path_factory.mktemp("runs")
+    for name in ("grpo", "datc"):
+        train.main(arguments(pair, folder / name, "--credit", name, rollouts=3))
+    return folder
+
+
+def evaluated(capsys, *argv) -> str:
+    capsys.readouterr()
+    evaluate.main([str(a) for a in argv])
+    return capsys.readouterr().out
+
+
+def models(pair):
+    flags = {"policy": pair / "policy", "reward_model": pair / "reward_model", "prompts": pair / "prompts.jsonl"}
+    return [x for k, v in flags.items() for x in (f"--{k}", v)] + ["--max_response_tokens", 8]
+
+
+def test_eval_reward_sets_models_side_by_side_with_win_rates(pair, runs, capsys):
+    out = evaluated(capsys, "reward", runs / "grpo", runs / "datc", pair / "policy", "--samples", 4)
+    assert (
+        out.count("| " + str(runs)) == 4 + 1
+        and "win rate" in out
+        and "12" not in out.split("responses")[0].split("×")[0]
+    )
+    same = evaluated(capsys, "reward", runs / "grpo", runs / "grpo", "--samples", 2)
+    assert "| 0.5 " in same, "a model against itself on the same seeds wins half"
+
+
+def test_eval_plot_and_compare_write_figures_and_tables(pair, runs, tmp_path, capsys):
+    out = evaluated(capsys, "plot", runs / "grpo", runs / "datc", "--out", tmp_path / "p.png")
+    assert (tmp_path / "p.png").read_bytes()[:4] == b"\x89PNG" and "| datc" in out
+    flags = [*models(pair), "--rollouts", 2, "--credit", "grpo", "datc@0.5", "--seeds", 2, "--folder", tmp_path / "c"]
+    out = evaluated(capsys, "compare", *flags, "--out", tmp_path / "c.png")
+    assert out.count("datc@0.5") == 2 and len(list((tmp_path / "c" / "tiny").iterdir())) == 4
+    written = {p: p.stat().st_mtime_ns for p in (tmp_path / "c").rglob("metrics.jsonl")}
+    evaluated(capsys, "compare", *flags, "--out", tmp_path / "c.png")
+    assert written == {p: p.stat().st_mtime_ns for p in written}, "what is there is not trained again"
+
+
+def test_eval_heatmap_is_one_page_with_escaped_text_and_every_token(runs, tmp_path, capsys):
+    rows = train.read_jsonl(runs / "datc" / "samples.jsonl")
+    rows[0]["tokens"][0] = "<script>alert(1)</script>"
+    hostile = tmp_path / "run"
+    hostile.mkdir()
+    for name in ("config.json", "metrics.jsonl"):
+        (hostile / name).write_text((runs / "datc" / name).read_text())
+    (hostile / "samples.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    evaluated(capsys, "heatmap", hostile)
+    page = (hostile / "heatmap.html").read_text()
+    assert "<script" not in page and "&lt;script&gt;" in page and "http" not in page and "prefers-color-scheme" in page
+    assert page.count("<span class=t") == sum(len(r["tokens"]) for r in rows)
+
+
+def test_the_gain_through_shared_parameters_is_the_derivative_along_the_parameter_step(pair):
+    config = replace(train.parse(arguments(pair, "unused")), beta=0.0)
+    policy, model = make_policy("gpt2").double(), make_reward_model("gpt2", double=True)
+    learner = train.Learner(policy, model, shared_vocabulary(policy, TOKENIZER), config)
+    learner.method = evaluate.with_needs(learner.method, {"reward_grad"})
+    rollout = make_rollout(policy)
+    x, p = evaluate.predicted_gains(learner, rollout, 0)
+    rewards, grad = model.score(rollout, with_grad=True)
+    a, mask = group_advantages(rewards, 2), rollout.response_mask
+    hidden, logp, entropy = learner.forward(rollout)
+    inputs = learner.evidence(train.Scored(rollout, rewards, a, grad, None), hidden, logp, entropy, 0, None)
+    w = learner.method(inputs).weights
+    (a[:, None] * (w - 1) * logp / mask.sum(-1, keepdim=True) * mask).sum().div(4).backward()
+    steps = [t.grad for t in learner.weights]
+    value = grad[mask] @ model.embedding[:V].T
+
+    def reward_at(h):
+        with torch.no_grad():
+            for t, s in zip(learner.weights, steps, strict=True):
+                t.add_(h * s)
+            out = evaluate.relaxed_reward(learner, rollout, value).item()
+            for t, s in zip(learner.weights, steps, strict=True):
+                t.sub_(h * s)
+        return out
+
+    assert (reward_at(1e-5) - reward_at(-1e-5)) / 2e-5 == pytest.approx(p, rel=1e-5)
+    assert x == pytest.approx(((a[:, None] * (w - 1) * inputs.work).sum(-1) / mask.sum(-1)).mean().item())
+    assert x > 0
+
+
+def test_with_the_logits_as_parameters_the_two_predicted_gains_agree_exactly():
+    hidden, head, ids, grad, embedding = random_position(6)
+    logits = (hidden @ head.T).requires_grad_()
+    a, w = torch.tensor([1.0, -1, 0.5, 2, -0.3]).double(), torch.tensor([0.5, 1.5, 1, 0.7, 1.3]).double()
+    (move,) = torch.autograd.grad((a * (w - 1) * logits.log_softmax(-1)[torch.arange(5), ids]).sum() / 5, logits)
+    (slope,) = torch.autograd.grad((logits.softmax(-1) * (grad @ embedding.T)).sum(), logits)
+    d = datc.work_dense(logits.detach(), ids, grad, embedding)
+    close((move * slope).sum(), (a * (w - 1) * d).mean(), 1e-10)
+
+
+def test_eval_gain_fidelity_and_cost_print_their_tables(pair, tmp_path, capsys):
+    out = evaluated(capsys, "gain", *models(pair), "--batches", 3, "--out", tmp_path / "g.png")
+    assert "| 3 " in out and "Pearson" in out and (tmp_path / "g.png").exists()
+    out = evaluated(capsys, "fidelity", *models(pair), "--responses", 3, "--top_k", 4, "--points", "1.0", "0.25,0.75")
+    assert "| 0.25,0.75" in out and "prefix differences" in out and "--grad_at" in out and "chance in 32" in out
+    texts = int(out.split(" substituted")[0].split()[-1])
+    assert texts % 5 == 0 and f"{-(-texts // 64)} reward-model passes" in out
+    out = evaluated(capsys, "cost", *models(pair), "--rollouts", 1, "--no_work")
+    assert "datc / grpo" in out
+
+
+def test_a_linear_reward_models_first_order_work_is_perfectly_faithful(pair, capsys, monkeypatch):
+    """The yardstick measures what it says: where the reward IS linear in the embeddings, d and exact d rank alike."""
+
+    class Linear(RewardModel):
+        def _read(self, embeds, mask, places):
+            taste = torch.linspace(-1, 1, embeds.shape[-1])
+            total = (embeds * mask[..., None]).cumsum(1) @ taste
+            return total.gather(1, places)
+
+    monkeypatch.setattr(load, "RewardModel", Linear)
+    out = evaluated(capsys, "fidelity", *models(pair), "--responses", 3, "--points", "1.0")
+    assert "| 1.0                | 3         | 1 " in out, out
+
+
+def test_ranks_average_ties_and_spearman_is_theirs():
+    assert evaluate.ranks(torch.tensor([3.0, 1.0, 3.0, 2.0])).tolist() == [3.5, 1.0, 3.5, 2.0]
+    x = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    assert evaluate.spearman(x, x.exp()) == pytest.approx(1) and evaluate.spearman(x, -x) == pytest.approx(-1)
+
+
+FIELDS = {
+    "alpaca_eval": {"instruction", "output", "generator"},
+    "arena_hard": {"uid", "ans_id", "model", "messages", "tstamp", "metadata"},
+    "mt_bench": {"question_id", "answer_id", "model_id", "choices", "tstamp"},
+}
+QUESTIONS = {
+    "alpaca_eval": [{"instruction": "describe the cat"}, {"instruction": "describe the dog"}],
+    "arena_hard": [{"uid": "u1", "prompt": "describe the cat"}, {"uid": "u2", "prompt": "a"}],
+    "mt_bench": [{"question_id": 81, "turns": ["a", "describe the cat"]}, {"question_id": 82, "turns": ["the", "a"]}],
+}
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_eval_answers_writes_one_record_a_question_in_the_benchmarks_format(runs, tmp_path, capsys, name):
+    questions, out = tmp_path / "q.jsonl", tmp_path / "answers.json"
+    questions.write_text(json.dumps(QUESTIONS[name][0]) + "\n")
+    command = ["answers", runs / "datc", "--format", name, "--questions", questions, "--out", out, "--max_tokens", 6]
+    evaluated(capsys, *command)
+    questions.write_text("".join(json.dumps(q) + "\n" for q in [*QUESTIONS[name], QUESTIONS[name][0]]))
+    first = out.read_text()
+    evaluated(capsys, *command)
+    records = json.loads(out.read_text()) if name == "alpaca_eval" else train.read_jsonl(out)
+    assert len(records) == 2 and all(set(r) == FIELDS[name] for r in records)
+    assert (
+        json.dumps(records[0], indent=None)[:40] in first.replace("\n ", "").replace(" {", "{") or name == "alpaca_eval"
+    )
+    if name == "arena_hard":
+        user, assistant = records[1]["messages"]
+        assert user == {"role": "user", "content": "a"} and isinstance(assistant["content"]["answer"], str)
+    if name == "mt_bench":
+        assert [len(r["choices"][0]["turns"]) for r in records] == [2, 2]
+
+
+def test_eval_says_what_is_wrong_with_a_path(runs, tmp_path):
+    def refused(*argv):
+        with pytest.raises(SystemExit) as info:
+            evaluate.main([str(a) for a in argv])
+        return str(info.value)
+
+    assert "not a run folder" in refused("plot", tmp_path)
+    (tmp_path / "config.json").write_text((runs / "grpo" / "config.json").read_text())
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "rew')
+    assert "no complete rollout" in refused("plot", tmp_path)
+    assert "Unknown flags: --colour" in refused("plot", runs / "grpo", "--colour", "red")
+    other = json.loads((runs / "grpo" / "config.json").read_text()) | {"reward_model": "another"}
+    (tmp_path / "config.json").write_text(json.dumps(other))
+    (tmp_path / "metrics.jsonl").write_text((runs / "grpo" / "metrics.jsonl").read_text())
+    assert "different reward models" in refused("reward", runs / "grpo", tmp_path)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

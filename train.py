@@ -29,15 +29,16 @@ from transformers import HfArgumentParser, PreTrainedModel, PreTrainedTokenizerB
 
 import tiny
 from credit import Credit, CreditInputs, CreditMethod, get_credit_method
-from datc import expected_embedding, work
+from datc import candidates, expected_embedding, magnitude_from, vocabulary_sums, work_from, work_on_support
 from grpo import (
+    ADVANTAGES,
     Messages,
     Rollout,
     Vocabulary,
     clipped_surrogate,
-    group_advantages,
     k3_kl,
     length_window,
+    response_advantages,
     response_hidden,
     response_mean,
     sample,
@@ -83,6 +84,7 @@ class Config:
     band: float = flag(4.0, "λ: credit weights stay within [1/λ, λ]; 1 is GRPO")
     grad_at: list[float] = flag([1.0], "where the reward gradient is taken: 1 = the sample (paper), or points on the path from "
                                        "the expected embedding (0) to it, e.g. 0.25 0.75")  # fmt: skip
+    advantage: str = flag("grpo", "a response's advantage: grpo, dr_grpo, rloo, rank_normal")
     rollouts: int = flag(100, "rollouts to train for; each is one optimizer step per epoch")
     prompts_per_rollout: int = flag(2, "prompts in a rollout")
     group_size: int = flag(4, "responses to each prompt, at least 2")
@@ -164,6 +166,8 @@ PRESETS: dict[str, dict[str, object]] = {
 def check_config(config: Config) -> None:
     """Raise ValueError, naming the flag and the fix, for what can be seen before anything is loaded."""
     get_credit_method(config.credit)
+    if config.advantage not in ADVANTAGES:
+        raise ValueError(f"--advantage {config.advantage!r} is unknown. Known: {', '.join(ADVANTAGES)}.")
     at_least = {
         "band": 1,
         "group_size": 2,
@@ -221,6 +225,7 @@ class Scored:
     advantages: Tensor  # (B,)
     reward_grad: Tensor | None  # (B, T, D) where the scoring pass gave it
     reference_logp: Tensor | None  # (B, T) where beta > 0
+    sharpness: Tensor | None = None  # (B,) where it is not A
 
     def split(self, n: int) -> Iterator["Scored"]:
         for start, rollout in zip(range(0, len(self.rollout), n), self.rollout.split(n), strict=True):
@@ -310,8 +315,13 @@ class Learner:
                 expected = spread(expected_embedding(hidden, self.lm_head, embedding, t), mask)  # (B, T, D)
                 grad = model.grad(rollout, expected, self.config.grad_at)
             found["reward_grad"] = grad
-        if "work" in needs:
-            found["work"] = spread(work(hidden, self.lm_head, ids[mask], grad[mask], embedding, t), mask)
+        if needs & {"work", "work_magnitude"}:
+            sums = vocabulary_sums(hidden, self.lm_head, ids[mask], grad[mask], embedding, t)
+            found["work"] = spread(work_from(sums), mask)
+            found["work_magnitude"] = spread(magnitude_from(sums), mask)
+        if "exact_work" in needs:
+            found["exact_work"] = torch.cat([self.exact_work(r, h) for r, h in zip(
+                rollout.split(1), spread(hidden, mask), strict=True)])  # fmt: skip
         if "prefix_scores" in needs:
             found["prefix_scores"] = model.prefix_scores(rollout)
         found |= {"entropy": entropy, "sampled_prob": logp.exp() * mask}
@@ -330,8 +340,23 @@ class Learner:
             band=self.config.band,
             step=step,
             generator=generator,
+            sharpness=part.sharpness,
             **{name: found.get(name) if name in needs else None for name in found},
         )
+
+    def exact_work(self, one: Rollout, hidden: Tensor, top_k: int = 8) -> Tensor:
+        """(1, T) work of one response's free tokens from substituting the policy's top k tokens one by one; hidden (T, H)."""
+        places = one.free_mask[0].nonzero()[:, 0]
+        out = torch.zeros(one.free_mask.shape, dtype=torch.float64, device=hidden.device)
+        if len(places):
+            ids = one.response_ids[0, places]
+            logits = hidden[places] @ self.lm_head.T / self.config.temperature  # (N, V)
+            allowed = candidates(logits, ids, top_k)  # (N, S)
+            own = (allowed == ids[:, None]).long().argmax(-1)
+            out[0, places] = work_on_support(
+                logits.gather(1, allowed), own, self.reward_model.substituted(one, places, allowed)
+            )
+        return out
 
     def update(self, scored: Scored, step: int, clock: Clock) -> tuple[dict[str, float], Credit, CreditInputs]:
         """(2) to (7): credit and one clipped step (per epoch) on this rollout. Returns metrics, and the credit for the log."""
@@ -660,12 +685,15 @@ def train(
                 with clock("score"):
                     rewards, grad = reward_model.score(rollout, with_grad=learner.grad_at_sample)  # (B,), (B, T, D)
                     shaped = rewards - config.missing_eos_penalty * ~rollout.stopped  # changes A, never f
-                    shaped -= length_window(rollout.response_mask.sum(-1), sigma * config.length_penalty)
-                    floor = sigma * config.advantage_std_floor
-                    advantages = group_advantages(shaped, config.group_size, floor)  # (1)
+                    lengths = rollout.response_mask.sum(-1)  # (B,)
+                    shaped = shaped - length_window(lengths, sigma * config.length_penalty)
+                    advantages, sharpness = response_advantages(  # (1)
+                        config.advantage, shaped, lengths, config.group_size, config.max_response_tokens,
+                        sigma * config.advantage_std_floor,
+                    )  # fmt: skip
                 with clock("update"):
                     reference = learner.reference_logp(rollout) if config.beta else None
-                    scored = Scored(rollout, rewards, advantages, grad, reference)
+                    scored = Scored(rollout, rewards, advantages, grad, reference, sharpness)
                     metrics, credit, inputs = learner.update(scored, step, clock)  # (2) to (7)
 
             row = {"step": step, **rollout_metrics(scored, config.group_size)}
