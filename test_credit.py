@@ -1219,11 +1219,7 @@ def models(pair):
 
 def test_eval_reward_sets_models_side_by_side_with_win_rates(pair, runs, capsys):
     out = evaluated(capsys, "reward", runs / "grpo", runs / "datc", pair / "policy", "--samples", 4)
-    assert (
-        out.count("| " + str(runs)) == 4 + 1
-        and "win rate" in out
-        and "12" not in out.split("responses")[0].split("×")[0]
-    )
+    assert out.count("\n| " + str(runs)) == 2 + 3 and "win rate" in out and out.startswith("No held-out prompts known")
     same = evaluated(capsys, "reward", runs / "grpo", runs / "grpo", "--samples", 2)
     assert "| 0.5 " in same, "a model against itself on the same seeds wins half"
 
