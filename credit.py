@@ -35,9 +35,7 @@ def standardise(work: Tensor, free_mask: Tensor) -> Tensor:
     return deviation / (std + floor).clamp(min=tiny)
 
 
-def allocate(
-    work: Tensor, advantages: Tensor, response_mask: Tensor, free_mask: Tensor, band: float = 4.0
-) -> Allocation:
+def allocate(work: Tensor, advantages: Tensor, response_mask: Tensor, free_mask: Tensor, band: float = 4.0) -> Allocation:
     """Spend each response's update budget where it gains most, (6): softmax(A z / tau), within [1/band, band].
 
     The band is met by raising tau, never by clipping weights: clipping would break the mean, and with it "Ã keeps A's mean".
@@ -192,7 +190,7 @@ def datc(x: CreditInputs) -> Credit:
 
 @credit_method("oracle", needs=("exact_work",))
 def oracle(x: CreditInputs) -> Credit:
-    """Upper bound: DATC with the exact work, one reward-model text for each of the policy's top 8 alternatives at each token."""
+    """Upper bound: DATC with the exact work, from one reward-model text for each of 9 candidates at every token."""
     return banded(x, x.exact_work)
 
 
@@ -206,9 +204,7 @@ def inverted(x: CreditInputs) -> Credit:
 def shuffle(x: CreditInputs) -> Credit:
     """Control: DATC's own weights in random places of the same response. What it gains over GRPO is not credit."""
     out = banded(x, x.work)
-    for row, (mask, noise) in zip(
-        out.weights, per_response(x, lambda n: torch.rand(n, generator=x.generator)), strict=True
-    ):
+    for row, (mask, noise) in zip(out.weights, per_response(x, lambda n: torch.rand(n, generator=x.generator)), strict=True):
         kept = row[mask]
         row[mask] = kept[noise[mask].argsort()]
     return multiplicative(x, out.weights, out.tau)
@@ -235,8 +231,9 @@ def random_direction(x: CreditInputs) -> Credit:
 def p2t(x: CreditInputs, omega: float = 0.6, alpha: float = 0.1) -> Credit:
     """P2T (Wu et al., CVPR 2026) as DATC's comparison runs it: r_t = R + ω R softmax_t(<f_t, e_t - e_null>), Ã_t = A + α r_t.
 
-    e_null is the reward model's pad embedding. The paper's comparison also has α = 1. R is raw, so a reward model whose scores are
-    all negative pushes every token down, whatever A says; P2T itself is an optimiser of its own, of which this is the credit.
+    e_null is the reward model's pad embedding. The paper's comparison also has α = 1. R is raw, so a reward model whose
+    scores are all negative pushes every token down, whatever A says; P2T itself is an optimiser of its own, of which this
+    is the credit.
     """
     evidence = (x.reward_grad * (x.token_embedding - x.null_embedding)).sum(-1)  # (B, T)
     share = evidence.masked_fill(~x.response_mask, -torch.inf).softmax(-1)
@@ -262,7 +259,7 @@ def red(x: CreditInputs) -> Credit:
 
 @credit_method("red_band", needs=("prefix_scores",))
 def red_band(x: CreditInputs) -> Credit:
-    """RED's evidence in DATC's allocation, d_t := r̃_t: no gradient, so what DATC gains over it the gradient has earned. [ours]"""
+    """RED's evidence in DATC's allocation, d_t := r̃_t: what DATC gains over it, the gradient has earned. [ours]"""
     return banded(x, reward_differences(x))
 
 
@@ -274,8 +271,8 @@ def red_band(x: CreditInputs) -> Credit:
 def entropy(x: CreditInputs, share: float = 0.2) -> Credit:
     """Only the 20% of the batch's tokens with the highest entropy learn (Wang et al. 2025, arXiv 2506.01939).
 
-    The loss becomes Σ over the chosen / their number; (7) divides by B T_i, so A is multiplied by B T_i / number. Signs hold on the
-    chosen; the mean over a response does not.
+    The loss becomes Σ over the chosen / their number; (7) divides by B T_i, so A is multiplied by B T_i / number. Signs
+    hold on the chosen; the mean over a response does not.
     """
     values = x.entropy[x.response_mask]
     chosen = x.response_mask & (x.entropy >= values.topk(max(1, round(share * len(values)))).values.min())
@@ -287,16 +284,15 @@ def entropy(x: CreditInputs, share: float = 0.2) -> Credit:
 def delta(x: CreditInputs) -> Credit:
     """DelTA (arXiv 2605.21467): tokens whose gradient is typical of their side, and not of the other, weigh a little more.
 
-    v_t = (1 - p_t(a)) h_t; μ± = Σ max(±A, 0) v / Σ max(±A, 0); margin = ‖v - μ∓‖² - ‖v - μ±‖²; w = 0.8 + 0.4 sigmoid(margin / γ), γ the
-    std of the side's margins; then mean one over the batch's tokens. Signs hold, w stays near [0.8, 1.2]; a response's mean does not.
+    v_t = (1 - p_t(a)) h_t; μ± = Σ max(±A, 0) v / Σ max(±A, 0); margin = ‖v - μ∓‖² - ‖v - μ±‖²; w = 0.8 + 0.4 sigmoid(margin
+    / γ), γ the std of the side's margins; then mean one over the batch's tokens. Signs hold, w stays near [0.8, 1.2]; a
+    response's mean does not.
     """
     mask = x.response_mask
     v = ((1 - x.sampled_prob)[..., None] * x.hidden)[mask].double()  # (N, H)
     a = x.advantages.double()[:, None].expand_as(mask)[mask]  # (N,)
     tiny = torch.finfo(a.dtype).tiny
-    plus, minus = (
-        (side[:, None] * v).sum(0) / side.sum().clamp(min=tiny) for side in (a.clamp(min=0), (-a).clamp(min=0))
-    )
+    plus, minus = ((side[:, None] * v).sum(0) / side.sum().clamp(min=tiny) for side in (a.clamp(min=0), (-a).clamp(min=0)))
     margin = (v - minus).square().sum(-1) - (v - plus).square().sum(-1)  # (N,)
     w = torch.ones_like(a)  # A = 0 belongs to no side
     for side in (a > 0, a < 0):

@@ -40,18 +40,14 @@ def load_run(path: str) -> tuple[train.Config, list[dict]]:
     if not rows:
         raise ValueError(f"{path} has no complete rollout yet: metrics.jsonl is empty.")
     known = {
-        k: v
-        for k, v in json.loads((folder / "config.json").read_text()).items()
-        if hasattr(train.Config, k) or k == "grad_at"
+        k: v for k, v in json.loads((folder / "config.json").read_text()).items() if hasattr(train.Config, k) or k == "grad_at"
     }
     return train.Config(**known), rows
 
 
 def trained_policy(path: str, like: train.Config) -> tuple[train.Config, object]:
     """The policy of a run folder (its end, or its last checkpoint), or of a model directory or hub id; ready to sample."""
-    if not (Path(path) / "config.json").is_file() or "credit" not in json.loads(
-        (Path(path) / "config.json").read_text()
-    ):
+    if not (Path(path) / "config.json").is_file() or "credit" not in json.loads((Path(path) / "config.json").read_text()):
         config = replace(like, policy=path, lora_rank=0, gradient_checkpointing=False)
         return config, load_policy(config).eval()
     config, _ = load_run(path)
@@ -214,16 +210,15 @@ def plot(args: argparse.Namespace, flags: list[str]) -> None:
     for name, rows in loaded.items():
         mean = {k: statistics.fmean(r[k] for r in rows) for k in ("reward", "time/total", "time/credit", "time/score")}
         last = statistics.fmean(r["reward"] for r in rows[-25:])
-        table.append(
-            [name, len(rows), mean["reward"], last, mean["time/total"], mean["time/credit"] / mean["time/total"]]
-        )
+        table.append([name, len(rows), mean["reward"], last, mean["time/total"], mean["time/credit"] / mean["time/total"]])
     print_table(["run", "rollouts", "mean reward", "last 25", "s/rollout", "share spent on credit"], table)
 
 
 STYLE = """
 :root { color-scheme: light dark; --ink: #222; --page: #fff; --quiet: #667 }
 @media (prefers-color-scheme: dark) { :root { --ink: #ddd; --page: #16181c; --quiet: #99a } }
-body { font: 16px/1.7 Georgia, serif; color: var(--ink); background: var(--page); max-width: 52em; margin: 2em auto; padding: 0 1em }
+body { font: 16px/1.7 Georgia, serif; color: var(--ink); background: var(--page); max-width: 52em;
+       margin: 2em auto; padding: 0 1em }
 h2 { font-size: 1em; margin: 2em 0 .2em } .note { color: var(--quiet); font: 13px sans-serif }
 .t { border-radius: 3px; padding: .08em .1em; white-space: pre-wrap; cursor: help }
 """
@@ -243,8 +238,9 @@ def heatmap(args: argparse.Namespace, flags: list[str]) -> None:
         if len(steps) <= args.rollouts
         else [steps[round(i * (len(steps) - 1) / max(1, args.rollouts - 1))] for i in range(args.rollouts)]
     )
-    body = [f"<h1>Credit of {html.escape(str(args.run))}</h1><p class=note>{html.escape(config.credit)}, band {config.band:g}. Darker = larger "
-            "weight; orange = reinforced, blue = suppressed. Hover over a token for its numbers.</p>"]  # fmt: skip
+    note = f"{config.credit}, band {config.band:g}. Darker = larger weight; orange = reinforced, blue = suppressed."
+    body = [f"<h1>Credit of {html.escape(Path(args.run).name)}</h1>"]
+    body.append(f"<p class=note>{html.escape(note)} Hover over a token for its numbers.</p>")
     for row in (r for r in rows if r["step"] in shown):
         body.append(f"<h2>Rollout {row['step']}: {html.escape(row['prompt'][-1]['content'])}</h2>")
         body.append(f"<p class=note>reward {row['reward']:.3f}, advantage {row['advantage']:+.3f}</p><p>")
@@ -254,12 +250,13 @@ def heatmap(args: argparse.Namespace, flags: list[str]) -> None:
             facts = [f"{k} {row[f'token_{k}'][i]:.4g}" for k in ("weight", "work", "p") if f"token_{k}" in row]
             title = html.escape(f"{text!r}  " + "  ".join(facts), quote=True)
             space = "" if text[:1].isspace() or "\n" in text else " " if config.preset in tiny.WORLDS else ""
-            body.append(
-                f'<span class=t style="background:rgb({colour} / {strength:.2f})" title="{title}">{html.escape(text)}</span>{space}'
-            )
+            ink = ";color:#111" if strength > 0.4 else ""
+            style = f"background:rgb({colour} / {strength:.2f}){ink}"
+            body.append(f'<span class=t style="{style}" title="{title}">{html.escape(text)}</span>{space}')
         body.append("</p>")
     out = args.out or str(Path(args.run) / "heatmap.html")
-    page = f"<!doctype html><html lang=en><meta charset=utf-8><title>DATC credit</title><style>{STYLE}</style>{''.join(body)}</html>"
+    head = f"<!doctype html><html lang=en><meta charset=utf-8><title>DATC credit</title><style>{STYLE}</style>"
+    page = f"{head}{''.join(body)}</html>"
     Path(out).write_text(page)
     print(f"Wrote {out}: {len(shown)} rollouts")
 
@@ -318,16 +315,7 @@ def gain(args: argparse.Namespace, flags: list[str]) -> None:
 
     print_table(
         ["batches", "X > 0", "P > 0", "slope", "Pearson", "Spearman"],
-        [
-            [
-                len(x),
-                (x > 0).double().mean().item(),
-                (p > 0).double().mean().item(),
-                slope,
-                pearson(x, p),
-                spearman(x, p),
-            ]
-        ],
+        [[len(x), (x > 0).double().mean().item(), (p > 0).double().mean().item(), slope, pearson(x, p), spearman(x, p)]],
     )
     figure(args.out, [("Predicted gain over GRPO", "X: independent logits", "P: shared parameters", draw)])
 
@@ -398,9 +386,8 @@ def fidelity(args: argparse.Namespace, flags: list[str]) -> None:
     print_table(["evidence", "responses", "fidelity", "standard error", "extra forward + backward"], rows)
     if cosines:
         chance = math.sqrt(2 / (math.pi * table.shape[1]))
-        print(
-            f"\nMean |cos(f, e)| at the sample: {statistics.fmean(cosines):.3f}; chance in {table.shape[1]} dimensions: {chance:.3f}."
-        )
+        cosine, width = statistics.fmean(cosines), table.shape[1]
+        print(f"\nMean |cos(f, e)| at the sample: {cosine:.3f}; chance in {width} dimensions: {chance:.3f}.")
     print(advice(rows))
 
 
@@ -416,8 +403,8 @@ def advice(rows: list[list]) -> str:
     if forward and forward[2] > best[2]:
         text += f"Prefix differences rank the tokens better ({forward[2]:.2f}): try --credit red_band first. "
     return text + (
-        "Yardstick: see the README's table of fidelity against DATC's lead over GRPO. Below about 0.3 expect little, and compare with "
-        "--credit shuffle before believing a gain."
+        "Yardstick: the README's table of fidelity against DATC's lead over GRPO. Below about 0.3 expect little, and compare "
+        "with --credit shuffle before believing a gain."
     )
 
 
@@ -431,30 +418,14 @@ def alpaca_record(name: str, question: dict, answers: list[str]) -> dict:
 
 def arena_record(name: str, question: dict, answers: list[str]) -> dict:
     key = question["uid"]
-    messages = [
-        {"role": "user", "content": question["prompt"]},
-        {"role": "assistant", "content": {"answer": answers[0]}},
-    ]
-    return {
-        "uid": key,
-        "ans_id": f"{name}-{key}",
-        "model": name,
-        "messages": messages,
-        "tstamp": time.time(),
-        "metadata": {},
-    }
+    messages = [{"role": "user", "content": question["prompt"]}, {"role": "assistant", "content": {"answer": answers[0]}}]
+    return {"uid": key, "ans_id": f"{name}-{key}", "model": name, "messages": messages, "tstamp": time.time(), "metadata": {}}
 
 
 def bench_record(name: str, question: dict, answers: list[str]) -> dict:
     key = question["question_id"]
     choices = [{"index": 0, "turns": answers}]
-    return {
-        "question_id": key,
-        "answer_id": f"{name}-{key}",
-        "model_id": name,
-        "choices": choices,
-        "tstamp": time.time(),
-    }
+    return {"question_id": key, "answer_id": f"{name}-{key}", "model_id": name, "choices": choices, "tstamp": time.time()}
 
 
 # format: (turns of a question, key of a question, key of a record, record, one JSON list in place of lines)
@@ -470,16 +441,12 @@ def answers(args: argparse.Namespace, flags: list[str]) -> None:
     turns_of, key, record_key, record, as_list = FORMATS[args.format]
     questions = load_rows(args.questions)
     if missing := [i for i, q in enumerate(questions) if key not in q]:
-        raise ValueError(
-            f"--questions {args.questions}: row {missing[0] + 1} has no {key!r}, which {args.format} needs."
-        )
+        raise ValueError(f"--questions {args.questions}: row {missing[0] + 1} has no {key!r}, which {args.format} needs.")
     out = Path(args.out)
     done = (json.loads(out.read_text()) if as_list else train.read_jsonl(out)) if out.exists() else []
     seen = {r[record_key] for r in done}
     like, _ = (
-        load_run(args.model)
-        if (Path(args.model) / "metrics.jsonl").exists()
-        else (train.settle(train.parse(flags)), None)
+        load_run(args.model) if (Path(args.model) / "metrics.jsonl").exists() else (train.settle(train.parse(flags)), None)
     )
     config, policy = trained_policy(args.model, like)
     tokenizer = load_tokenizer(config.policy, config.chat_template)
@@ -563,9 +530,7 @@ def compare(args: argparse.Namespace, flags: list[str]) -> None:
                 credit, _, points = name.partition("@")
                 out = Path(args.folder) / base.preset / f"{name}-{rate:g}-s{seed}"
                 grad_at = [float(a) for a in points.split(",")] if points else [1.0]
-                config = replace(
-                    base, credit=credit, grad_at=grad_at, learning_rate=rate, seed=seed, output_dir=str(out)
-                )
+                config = replace(base, credit=credit, grad_at=grad_at, learning_rate=rate, seed=seed, output_dir=str(out))
                 train.check_config(config)
                 if not (out / "final").exists():
                     started = (out / "config.json").exists()
@@ -584,26 +549,11 @@ def compare(args: argparse.Namespace, flags: list[str]) -> None:
         length = statistics.fmean(mean(r[-10:], "completions/mean_length") for r in runs)
         seconds = statistics.median(x["time/total"] for r in runs for x in r)
         table.append(
-            [
-                name,
-                f"{rate:g}",
-                f"{statistics.fmean(areas):.2f} ± {spread:.2f}",
-                *(f"{v:.2f}" for v in final),
-                length,
-                seconds,
-            ]
+            [name, f"{rate:g}", f"{statistics.fmean(areas):.2f} ± {spread:.2f}", *(f"{v:.2f}" for v in final), length, seconds]
         )
         if name not in curves or statistics.fmean(areas) > curves[name][0]:
             curves[name] = (statistics.fmean(areas), rate, runs)
-    head = [
-        "credit",
-        "learning rate",
-        "area ± sd over seeds",
-        "final reward",
-        *["final gold"] * world,
-        "length",
-        "s/rollout",
-    ]
+    head = ["credit", "learning rate", "area ± sd over seeds", "final reward", *["final gold"] * world, "length", "s/rollout"]
     best = [row for row in table if f"{curves[row[0]][1]:g}" == row[1]]
     print(f"{base.preset}: {args.seeds} seeds, {base.rollouts} rollouts; each method at its best rate, by area\n")
     print_table(head, best)
@@ -616,9 +566,7 @@ def compare(args: argparse.Namespace, flags: list[str]) -> None:
                 lines = torch.tensor([trailing_mean([r[key] for r in rows]) for rows in runs])
                 middle, spread = lines.mean(0), lines.std(0) if len(lines) > 1 else torch.zeros(lines.shape[1])
                 (line,) = ax.plot(middle, label=f"{name} ({rate:g})")
-                ax.fill_between(
-                    range(len(middle)), middle - spread, middle + spread, alpha=0.15, color=line.get_color()
-                )
+                ax.fill_between(range(len(middle)), middle - spread, middle + spread, alpha=0.15, color=line.get_color())
 
         return draw
 
@@ -662,12 +610,8 @@ def commands() -> argparse.ArgumentParser:
     p.add_argument("--out", default="runs/gain.png")
     p = command(fidelity)
     p.add_argument("--responses", type=int, default=32)
-    p.add_argument(
-        "--top_k", type=int, default=0, help="alternatives a token: the policy's top k; 0 = the whole vocabulary"
-    )
-    p.add_argument(
-        "--points", nargs="+", default=["1.0", "0.75", "0.5", "0.25", "0.25,0.75"], help="choices of --grad_at"
-    )
+    p.add_argument("--top_k", type=int, default=0, help="alternatives a token: the policy's top k; 0 = the whole vocabulary")
+    p.add_argument("--points", nargs="+", default=["1.0", "0.75", "0.5", "0.25", "0.25,0.75"], help="choices of --grad_at")
     p.add_argument("--batch", type=int, default=64, help="substituted texts per reward-model pass")
     p = command(answers)
     p.add_argument("model", help="run folder, model directory or hub id")

@@ -48,10 +48,11 @@ def response_advantages(
 ) -> tuple[Tensor, Tensor]:
     """A by `--advantage`, and the sharpness that the allocation (6) reads in place of A; both (B,).
 
-    grpo: (1), R standardised in its group.  rank_normal: Φ⁻¹((rank - ½) / G), ties averaged (TACE, S1): blind to the reward's scale.
-    rloo: R minus the mean of the others.  dr_grpo: R minus the mean, times T_i / T_max, which turns the per-response token mean
-    of (7) into a sum over one fixed length.  The first two have unit scale, so |A| is a sharpness as it stands; the last two are in
-    the reward's unit, so the sharpness is A over its root mean square in the batch, and only there.
+    grpo: (1), R standardised in its group.  rank_normal: Φ⁻¹((rank - ½) / G), ties averaged (TACE, S1): blind to the
+    reward's scale. rloo: R minus the mean of the others.  dr_grpo: R minus the mean, times T_i / T_max, which turns the
+    per-response token mean of (7) into a sum over one fixed length.  The first two have unit scale, so |A| is a sharpness
+    as it stands; the last two are in the reward's unit, so the sharpness is A over its root mean square in the batch, and
+    only there.
 
     Args:
         lengths: (B,) tokens of each response; read by dr_grpo.
@@ -180,9 +181,7 @@ class Rollout:
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, messages: Messages, **template: object) -> list[int]:
     """The policy's ids for a conversation up to where the assistant starts to answer, by its chat template."""
-    return tokenizer.apply_chat_template(
-        messages, add_generation_prompt=True, tokenize=True, return_dict=False, **template
-    )
+    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False, **template)
 
 
 def pad(rows: list[list[int]], value: int, left: bool = False) -> tuple[Tensor, Tensor]:
@@ -242,9 +241,7 @@ def sample(
     )
 
 
-def _generate(
-    policy, ids, mask, vocabulary, max_response_tokens, temperature, keep_logp
-) -> tuple[Tensor, Tensor | None]:
+def _generate(policy, ids, mask, vocabulary, max_response_tokens, temperature, keep_logp) -> tuple[Tensor, Tensor | None]:
     """One slice of `sample`: response ids (b, t), and their log-probs in float32 or None."""
 
     def hide_padding_rows(_: Tensor, scores: Tensor) -> Tensor:  # (b, rows) -> (b, rows)
@@ -288,20 +285,13 @@ def response_hidden(policy: PreTrainedModel, rollout: Rollout) -> Tensor:
     mask = torch.cat([rollout.prompt_mask, rollout.response_mask], 1)[:, :-1].long()
     states = (
         bare(policy)
-        .base_model(
-            input_ids=ids,
-            attention_mask=mask,
-            position_ids=(mask.cumsum(-1) - 1).clamp(min=0),
-            use_cache=False,
-        )
+        .base_model(input_ids=ids, attention_mask=mask, position_ids=(mask.cumsum(-1) - 1).clamp(min=0), use_cache=False)
         .last_hidden_state
     )  # (B, P+T-1, H)
     return states[:, rollout.prompt_ids.shape[1] - 1 :]
 
 
-def token_logprobs(
-    hidden: Tensor, lm_head: Tensor, token_ids: Tensor, temperature: float = 1.0
-) -> tuple[Tensor, Tensor]:
+def token_logprobs(hidden: Tensor, lm_head: Tensor, token_ids: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
     """log p(a) and the entropy of softmax(hidden @ lm_headᵀ / temperature), without ever holding (N, V).
 
     The vocabulary is walked in strips, each recomputed in backward, in at least float32.
@@ -349,8 +339,8 @@ def clipped_surrogate(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """-J of (7): the clipped policy-gradient loss with one advantage a token.
 
-    With one optimizer step a rollout old_logp = logp, so the ratio is exactly 1, nothing clips, and the loss is near 0 (advantages
-    sum to 0 in a group) while its gradient is not.
+    With one optimizer step a rollout old_logp = logp, so the ratio is exactly 1, nothing clips, and the loss is near 0
+    (advantages sum to 0 in a group) while its gradient is not.
 
     Args:
         logp, old_logp, token_advantages: (B, T); only logp has a graph.

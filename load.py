@@ -1,4 +1,4 @@
-"""From names to things in memory: prompts, tokenizers, a policy (with LoRA) and a reward model, each refused early when it cannot work.
+"""From names to things in memory: prompts, tokenizers, a policy (with LoRA), a reward model; and early refusals.
 
 Left out: what is done with them (train.py).
 """
@@ -79,7 +79,8 @@ def prompt_column(rows: list[dict], config: "Config") -> str:
 def load_prompts(config: "Config", tokenizer: PreTrainedTokenizerBase) -> list[Messages]:
     """All prompts as conversations, none longer than --max_prompt_tokens.
 
-    In a file of yours a prompt that is too long is an error, since you can mend it; from a hub data set it is left out and counted.
+    In a file of yours a prompt that is too long is an error, since you can mend it; from a hub data set it is left out and
+    counted.
     """
     rows = load_rows(config.prompts)
     column = prompt_column(rows, config)
@@ -90,7 +91,8 @@ def load_prompts(config: "Config", tokenizer: PreTrainedTokenizerBase) -> list[M
         worst = max(range(len(prompts)), key=lengths.__getitem__)
         raise ValueError(
             f"{len(prompts) - len(short)} of {len(prompts)} prompts in {config.prompts} are longer than --max_prompt_tokens "
-            f"{config.max_prompt_tokens}; the longest is number {worst + 1} with {lengths[worst]} tokens. Raise the limit or shorten them."
+            f"{config.max_prompt_tokens}; the longest is number {worst + 1} with {lengths[worst]} tokens."
+            " Raise the limit or shorten them."
         )
     if len(short) < len(prompts):
         print(f"Left out {len(prompts) - len(short)} of {len(prompts)} prompts: longer than --max_prompt_tokens.")
@@ -101,9 +103,7 @@ def load_examples(config: "Config") -> list[tuple[Messages, str]]:
     """--sft_examples rows of --prompts, shuffled: each conversation and its "chosen" answer (text, or chat messages)."""
     rows = load_rows(config.prompts)
     if any("chosen" not in r for r in rows):
-        raise ValueError(
-            f'--sft_examples needs a column "chosen" in --prompts {config.prompts}; or give --sft_examples 0.'
-        )
+        raise ValueError(f'--sft_examples needs a column "chosen" in --prompts {config.prompts}; or give --sft_examples 0.')
     rows = random.Random(config.seed).sample(rows, min(config.sft_examples, len(rows)))
     column = prompt_column(rows, config)
     answers = [r["chosen"] if isinstance(r["chosen"], str) else r["chosen"][-1]["content"] for r in rows]
@@ -223,9 +223,7 @@ def memory_estimate(config: "Config", policy: PretrainedConfig, reward: Pretrain
         return kept + layer if config.gradient_checkpointing else layer * model.num_hidden_layers
 
     tokens = min(config.micro_batch, responses) * config.max_response_tokens
-    strips = (
-        4 * grpo.STRIP * (5 * tokens + 2 * policy.hidden_size)
-    )  # logits, their softmax and gradients; rows of W and U
+    strips = 4 * grpo.STRIP * (5 * tokens + 2 * policy.hidden_size)  # logits, their softmax and gradients; rows of W and U
     credit = config.credit != "grpo"
     return {
         "policy weights": count * work_size,
@@ -254,9 +252,7 @@ def check_memory(config: "Config") -> float:
     need = 1.1 * total_estimate(parts)
     if config.device.startswith("cuda") and need > (free := torch.cuda.mem_get_info(config.device)[0]):
         worst = max((k for k in parts if ":" in k), key=parts.__getitem__)
-        flag = {"sampling": "--sample_batch", "scoring": "--reward_batch", "update": "--micro_batch"}[
-            worst.split(":")[0]
-        ]
+        flag = {"sampling": "--sample_batch", "scoring": "--reward_batch", "update": "--micro_batch"}[worst.split(":")[0]]
         if parts[worst] < need - free:  # no batch size would be small enough
             flag = "--lora_rank 64" if config.lora_rank == 0 else "--max_response_tokens, or take a smaller model"
         table = "".join(f"\n  {v / 2**30:6.1f} GiB  {k}" for k, v in parts.items())
@@ -269,11 +265,7 @@ def check_memory(config: "Config") -> float:
 
 @torch.no_grad()
 def self_check(
-    policy: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    vocabulary: Vocabulary,
-    prompt: Messages,
-    config: "Config",
+    policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, vocabulary: Vocabulary, prompt: Messages, config: "Config"
 ) -> dict[str, float]:
     """Two refusals that cost a second: is lm_head(hidden) all there is to the logits, and does training see what was sampled?
 
@@ -305,6 +297,6 @@ def self_check(
     if not gaps["check/sampler_gap"] <= limit:
         raise ValueError(
             f"The sampler's log-probs differ from the training forward's by {gaps['check/sampler_gap']:.2g} nats on average "
-            f"(limit {limit}): the loss would be about another distribution. Try --attn_implementation eager or --dtype float32."
+            f"(limit {limit}): the loss would be about another distribution. Try --attn_implementation eager."
         )
     return gaps

@@ -20,13 +20,11 @@ PLACEHOLDER = "DATC-ANSWER"
 def template_around_answer(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> tuple[list[int], list[int]]:
     """Ids that the chat template puts before and after an assistant's answer.
 
-    A placeholder is rendered as the answer and cut out, so whatever the template adds (empty thinking, turn end, newline) stays in
-    its place, and whatever it would do to the answer's text (trim it, rewrite it) cannot happen to sampled ids.
+    A placeholder is rendered as the answer and cut out, so whatever the template adds (empty thinking, turn end, newline)
+    stays in its place, and whatever it would do to the answer's text (trim it, rewrite it) cannot happen to sampled ids.
     """
     if not tokenizer.chat_template:
-        raise ValueError(
-            "The reward model's tokenizer has no chat template, so what it was trained to score is unknown."
-        )
+        raise ValueError("The reward model's tokenizer has no chat template, so what it was trained to score is unknown.")
     text = tokenizer.apply_chat_template([*messages, {"role": "assistant", "content": PLACEHOLDER}], tokenize=False)
     before, found, after = text.rpartition(PLACEHOLDER)
     if not found:
@@ -73,8 +71,8 @@ class RewardModel:
     ):
         """Check that the method's assumptions hold for this model and freeze it.
 
-        Raises ValueError for: tokenizers that differ on a shared id; a head that is not one bias-free row; a backbone that is not
-        causal; an input embedding that is more than a look-up.
+        Raises ValueError for: tokenizers that differ on a shared id; a head that is not one bias-free row; a backbone that
+        is not causal; an input embedding that is more than a look-up.
         """
         self.model, self.tokenizer, self.reward_batch = model.requires_grad_(False), tokenizer, reward_batch
         self.backbone, self.head = model.base_model, getattr(model, "score", None)
@@ -96,9 +94,7 @@ class RewardModel:
         ids = torch.arange(4, device=self.embedding.device)[None] % len(self.embedding)  # (1, 4)
         plain = self.embedding[ids]
         if not torch.equal(self.model.get_input_embeddings()(ids), plain):
-            raise ValueError(
-                "--reward_model scales or transforms its token embeddings; v = W f (2) needs a plain look-up."
-            )
+            raise ValueError("--reward_model scales or transforms its token embeddings; v = W f (2) needs a plain look-up.")
         changed = torch.cat([plain[:, :-1], -plain[:, -1:] - 1], 1)
         a, b = (self.backbone(inputs_embeds=x).last_hidden_state[:, :-1].float() for x in (plain, changed))
         if not torch.allclose(a, b, rtol=1e-2, atol=1e-2 * a.abs().max().item()):
@@ -143,9 +139,7 @@ class RewardModel:
         embeds = embeds.detach().requires_grad_()
         with torch.enable_grad():  # callers may be under no_grad
             rewards = self._reward(embeds, inputs.mask)  # (b,)
-            (grad,) = torch.autograd.grad(
-                rewards.sum(), embeds
-            )  # rows are independent: the sum's gradient is each one's own
+            (grad,) = torch.autograd.grad(rewards.sum(), embeds)  # rows are independent: the sum's gradient is each one's own
         grad = inputs.gather(grad.to(rewards.dtype))  # (b, T, D)
         if bad := (~(grad.isfinite().all((1, 2)) & rewards.isfinite())).nonzero().flatten().tolist():
             text = self.tokenizer.decode(inputs.ids[bad[0]][inputs.mask[bad[0]]])
@@ -189,9 +183,7 @@ class RewardModel:
             positions left at the sample; 0 where the reward model does not see the token.
         """
         grads = []
-        for start, part in zip(
-            range(0, len(rollout), self.reward_batch), rollout.split(self.reward_batch), strict=True
-        ):
+        for start, part in zip(range(0, len(rollout), self.reward_batch), rollout.split(self.reward_batch), strict=True):
             inputs = self._inputs(part)
             sampled = self.embedding[inputs.ids]  # (b, L, D)
             expected = expected_embeds[start : start + self.reward_batch].to(sampled.dtype)
@@ -207,17 +199,15 @@ class RewardModel:
     def prefix_scores(self, rollout: Rollout) -> Tensor:
         """The score head read after every prefix of the response, in one forward: (B, T+1).
 
-        [:, 0] stands at the end of the template's prefix, [:, t] after response token t, and [:, T_i] and all behind it are R(x, y)
-        after the suffix; so the differences of neighbours sum to R(x, y) - R(x, nothing) and are 0 on padding.
+        [:, 0] stands at the end of the template's prefix, [:, t] after response token t, and [:, T_i] and all behind it are
+        R(x, y) after the suffix; so the differences of neighbours sum to R(x, y) - R(x, nothing) and are 0 on padding.
         """
         scores = []
         for part in rollout.split(self.reward_batch):
             inputs = self._inputs(part)
             last = inputs.mask.sum(-1, keepdim=True) - 1  # (b, 1)
             ends = torch.where(inputs.content, inputs.place, last)  # (b, T) stop tokens and padding read R(x, y)
-            ends[~part.stopped, part.response_mask[~part.stopped].sum(-1) - 1] = last[
-                ~part.stopped, 0
-            ]  # cut: so does T_i
+            ends[~part.stopped, part.response_mask[~part.stopped].sum(-1) - 1] = last[~part.stopped, 0]  # cut: so does T_i
             places = torch.cat([inputs.prefix_length[:, None] - 1, ends], 1)  # (b, T+1)
             scores.append(self._read(self.embedding[inputs.ids], inputs.mask, places))
         return torch.cat(scores)

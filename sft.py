@@ -1,7 +1,7 @@
 """Lightweight supervised fine-tuning: the policy that RL starts from, and that its KL term refers to.
 
-The loss is the negative log-prob of the answer's tokens and of the token that ends the turn; the prompt is only read. It uses the
-same forward as GRPO (grpo.py), so what is tuned here is exactly what is sampled there.
+The loss is the negative log-prob of the answer's tokens and of the token that ends the turn; the prompt is only read. It
+uses the same forward as GRPO (grpo.py), so what is tuned here is exactly what is sampled there.
 """
 
 import random
@@ -10,17 +10,7 @@ import torch
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from grpo import (
-    Messages,
-    Rollout,
-    Vocabulary,
-    encode_prompt,
-    pad,
-    response_hidden,
-    response_mean,
-    token_logprobs,
-    turn_end_id,
-)
+from grpo import Messages, Rollout, Vocabulary, encode_prompt, pad, response_hidden, response_mean, token_logprobs, turn_end_id
 
 
 def demonstrations(
@@ -34,9 +24,7 @@ def demonstrations(
     end = turn_end_id(tokenizer)
     end = [vocabulary.stop_ids[0] if end is None else end]
     prompts = [encode_prompt(tokenizer, messages, **template)[-(max_tokens or 0) :] for messages, _ in examples]
-    answers = [
-        tokenizer(a, add_special_tokens=False).input_ids[: max_tokens and max_tokens - 1] + end for _, a in examples
-    ]
+    answers = [tokenizer(a, add_special_tokens=False).input_ids[: max_tokens and max_tokens - 1] + end for _, a in examples]
     prompt_ids, prompt_mask = pad(prompts, vocabulary.pad_id, left=True)
     response_ids, response_mask = pad(answers, vocabulary.pad_id)
     stopped = torch.ones(len(examples), dtype=torch.bool)
@@ -59,14 +47,12 @@ def sft(
 ) -> list[float]:
     """Train the policy's trainable weights on (conversation, answer) pairs, AdamW with a linear decay to zero.
 
-    Returns the loss of every step (mean over answers of the mean over tokens, in nats). `max_tokens` cuts long prompts on the left
-    and long answers on the right.
+    Returns the loss of every step (mean over answers of the mean over tokens, in nats). `max_tokens` cuts long prompts on
+    the left and long answers on the right.
     """
     weights = [p for p in policy.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(weights, lr=learning_rate, weight_decay=0.0)
-    order = [
-        i for epoch in range(epochs) for i in random.Random(seed + epoch).sample(range(len(examples)), len(examples))
-    ]
+    order = [i for epoch in range(epochs) for i in random.Random(seed + epoch).sample(range(len(examples)), len(examples))]
     steps, losses = [order[i : i + batch] for i in range(0, len(order), batch)], []
     policy.train()
     for step, rows in enumerate(bar := tqdm(steps, desc="sft", dynamic_ncols=True)):

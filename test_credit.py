@@ -190,11 +190,7 @@ def test_the_predicted_gain_is_never_below_that_of_grpo(seed):
 def test_the_scale_of_the_reward_model_does_not_matter(scale):
     work, advantages, response, free = random_case(6)
     work = work.double()
-    close(
-        allocate(work * scale, advantages, response, free).weights,
-        allocate(work, advantages, response, free).weights,
-        1e-9,
-    )
+    close(allocate(work * scale, advantages, response, free).weights, allocate(work, advantages, response, free).weights, 1e-9)
 
 
 def test_the_band_is_met_by_the_smallest_tau_that_fits_and_not_by_clipping():
@@ -288,9 +284,7 @@ def run_with(name, advantages, response, free=None, **evidence):
     return get_credit_method(name)(inputs)
 
 
-@pytest.mark.parametrize(
-    "name", ["datc", "inverted", "shuffle", "norm_product", "random_direction", "red_band", "oracle"]
-)
+@pytest.mark.parametrize("name", ["datc", "inverted", "shuffle", "norm_product", "random_direction", "red_band", "oracle"])
 def test_every_banded_method_keeps_sign_mean_and_band(name):
     work, advantages, response, free = random_case(13)
     prefix = torch.cat([torch.zeros(len(work), 1), (work * response).cumsum(-1)], 1)
@@ -590,9 +584,7 @@ def test_a_response_scores_alone_as_in_a_padded_batch(kind, pad_id):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_score_is_the_models_own_on_the_whole_templates_ids(kind):
     model = make_reward_model(kind)
-    text = TOKENIZER.apply_chat_template(
-        [*PROMPTS[0], {"role": "assistant", "content": "the cat is red"}], tokenize=False
-    )
+    text = TOKENIZER.apply_chat_template([*PROMPTS[0], {"role": "assistant", "content": "the cat is red"}], tokenize=False)
     ids = TOKENIZER(text, return_tensors="pt", add_special_tokens=False).input_ids
     close(model.score(hand_made(TEXTS[:1]))[0], model.model(input_ids=ids).logits[:, 0].detach(), 1e-5)
 
@@ -864,20 +856,13 @@ def bpe_tokenizer(template: str) -> PreTrainedTokenizerFast:
     core = Tokenizer(models.BPE())
     words = Regex(r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
     split = pre_tokenizers.Split(words, "isolated")
-    core.pre_tokenizer = pre_tokenizers.Sequence(
-        [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
-    )
+    core.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
     core.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=400,
-        special_tokens=SPECIAL,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
+        vocab_size=400, special_tokens=SPECIAL, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
     )
     core.train_from_iterator(["the cat sat on the mat\n\n the dog  user assistant system\n"] * 20, trainer)
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=core, eos_token="<|endoftext|>", additional_special_tokens=SPECIAL[1:]
-    )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|endoftext|>", additional_special_tokens=SPECIAL[1:])
     tokenizer.chat_template = template
     return tokenizer
 
@@ -980,9 +965,7 @@ def gradient(pair, micro_batch, method="datc", **extra):
     kept = {}
     learner.optimizer.step = lambda: kept.update({n: p.grad.clone() for n, p in policy.named_parameters()})
     reference = learner.reference_logp(rollout) - 0.1 * rollout.response_mask
-    scored = train.Scored(
-        rollout, rewards, group_advantages(rewards, 4), grad if learner.grad_at_sample else None, reference
-    )
+    scored = train.Scored(rollout, rewards, group_advantages(rewards, 4), grad if learner.grad_at_sample else None, reference)
     metrics, _, _ = learner.update(scored, 0, train.Clock("cpu"))
     return kept, metrics
 
@@ -1023,9 +1006,7 @@ def test_grpo_asks_the_reward_model_for_no_gradient(pair, monkeypatch):
     rollout = make_rollout(policy)
     rewards, grad = model.score(rollout, with_grad=learner.grad_at_sample)
     assert grad is None
-    learner.update(
-        train.Scored(rollout, rewards, rewards, grad, learner.reference_logp(rollout)), 0, train.Clock("cpu")
-    )
+    learner.update(train.Scored(rollout, rewards, rewards, grad, learner.reference_logp(rollout)), 0, train.Clock("cpu"))
 
 
 def test_one_policy_forward_a_micro_batch_serves_credit_and_loss(pair):
@@ -1183,9 +1164,7 @@ def test_a_failed_save_keeps_the_last_good_checkpoint(pair, tmp_path, monkeypatc
     plain = torch.save
 
     def full_disk(state, path):
-        plain(state, path) if "checkpoint-2" in str(path) else (_ for _ in ()).throw(
-            OSError(28, "No space left on device")
-        )
+        plain(state, path) if "checkpoint-2" in str(path) else (_ for _ in ()).throw(OSError(28, "No space left on device"))
 
     monkeypatch.setattr(torch, "save", full_disk)
     message = error_of(arguments(pair, tmp_path / "run"))
@@ -1212,7 +1191,7 @@ def evaluated(capsys, *argv) -> str:
     return capsys.readouterr().out
 
 
-def models(pair):
+def model_flags(pair):
     flags = {"policy": pair / "policy", "reward_model": pair / "reward_model", "prompts": pair / "prompts.jsonl"}
     return [x for k, v in flags.items() for x in (f"--{k}", v)] + ["--max_response_tokens", 8]
 
@@ -1227,7 +1206,7 @@ def test_eval_reward_sets_models_side_by_side_with_win_rates(pair, runs, capsys)
 def test_eval_plot_and_compare_write_figures_and_tables(pair, runs, tmp_path, capsys):
     out = evaluated(capsys, "plot", runs / "grpo", runs / "datc", "--out", tmp_path / "p.png")
     assert (tmp_path / "p.png").read_bytes()[:4] == b"\x89PNG" and "| datc" in out
-    flags = [*models(pair), "--rollouts", 2, "--credit", "grpo", "datc@0.5", "--seeds", 2, "--folder", tmp_path / "c"]
+    flags = [*model_flags(pair), "--rollouts", 2, "--credit", "grpo", "datc@0.5", "--seeds", 2, "--folder", tmp_path / "c"]
     out = evaluated(capsys, "compare", *flags, "--out", tmp_path / "c.png")
     assert out.count("datc@0.5") == 2 and len(list((tmp_path / "c" / "tiny").iterdir())) == 4
     written = {p: p.stat().st_mtime_ns for p in (tmp_path / "c").rglob("metrics.jsonl")}
@@ -1290,13 +1269,13 @@ def test_with_the_logits_as_parameters_the_two_predicted_gains_agree_exactly():
 
 
 def test_eval_gain_fidelity_and_cost_print_their_tables(pair, tmp_path, capsys):
-    out = evaluated(capsys, "gain", *models(pair), "--batches", 3, "--out", tmp_path / "g.png")
+    out = evaluated(capsys, "gain", *model_flags(pair), "--batches", 3, "--out", tmp_path / "g.png")
     assert "| 3 " in out and "Pearson" in out and (tmp_path / "g.png").exists()
-    out = evaluated(capsys, "fidelity", *models(pair), "--responses", 3, "--top_k", 4, "--points", "1.0", "0.25,0.75")
+    out = evaluated(capsys, "fidelity", *model_flags(pair), "--responses", 3, "--top_k", 4, "--points", "1.0", "0.25,0.75")
     assert "| 0.25,0.75" in out and "prefix differences" in out and "--grad_at" in out and "chance in 32" in out
     texts = int(out.split(" substituted")[0].split()[-1])
     assert texts % 5 == 0 and f"{-(-texts // 64)} reward-model passes" in out
-    out = evaluated(capsys, "cost", *models(pair), "--rollouts", 1, "--no_work")
+    out = evaluated(capsys, "cost", *model_flags(pair), "--rollouts", 1, "--no_work")
     assert "datc / grpo" in out
 
 
@@ -1310,7 +1289,7 @@ def test_a_linear_reward_models_first_order_work_is_perfectly_faithful(pair, cap
             return total.gather(1, places)
 
     monkeypatch.setattr(load, "RewardModel", Linear)
-    out = evaluated(capsys, "fidelity", *models(pair), "--responses", 3, "--points", "1.0")
+    out = evaluated(capsys, "fidelity", *model_flags(pair), "--responses", 3, "--points", "1.0")
     assert "| 1.0                | 3         | 1 " in out, out
 
 
@@ -1343,9 +1322,7 @@ def test_eval_answers_writes_one_record_a_question_in_the_benchmarks_format(runs
     evaluated(capsys, *command)
     records = json.loads(out.read_text()) if name == "alpaca_eval" else train.read_jsonl(out)
     assert len(records) == 2 and all(set(r) == FIELDS[name] for r in records)
-    assert (
-        json.dumps(records[0], indent=None)[:40] in first.replace("\n ", "").replace(" {", "{") or name == "alpaca_eval"
-    )
+    assert json.dumps(records[0], indent=None)[:40] in first.replace("\n ", "").replace(" {", "{") or name == "alpaca_eval"
     if name == "arena_hard":
         user, assistant = records[1]["messages"]
         assert user == {"role": "user", "content": "a"} and isinstance(assistant["content"]["answer"], str)
@@ -1429,9 +1406,7 @@ def test_models_that_cannot_be_used_are_refused(pair, tmp_path):
     (tmp_path / "bare" / "chat_template.jinja").unlink()
     assert "--chat_template FILE" in error_of([*base, "--policy", tmp_path / "bare"])
     (tmp_path / "t.jinja").write_text(tiny.CHAT_TEMPLATE)
-    train.main(
-        [*base, "--policy", str(tmp_path / "bare"), "--chat_template", str(tmp_path / "t.jinja"), "--rollouts", "1"]
-    )
+    train.main([*base, "--policy", str(tmp_path / "bare"), "--chat_template", str(tmp_path / "t.jinja"), "--rollouts", "1"])
 
 
 def test_a_folder_that_holds_another_run_is_left_alone(pair, tmp_path):

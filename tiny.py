@@ -1,8 +1,8 @@
 """A world small enough for a CPU: tokenizer, policy, reward model, prompts, and the hidden preferences that they come from.
 
-Made to behave like text: most tokens are grammar, a few are decisions, and the reward model, which has only seen pairwise choices of
-a hidden "person", can be fooled. Because the person is known, a run reports the GOLD reward beside the learned one. Everything is
-saved as ordinary Hugging Face directories and loaded by the code that loads an 8B pair.
+Made to behave like text: most tokens are grammar, a few are decisions, and the reward model, which has only seen pairwise
+choices of a hidden "person", can be fooled. Because the person is known, a run reports the GOLD reward beside the learned
+one. Everything is saved as ordinary Hugging Face directories and loaded by the code that loads an 8B pair.
 """
 
 import hashlib
@@ -29,12 +29,7 @@ RUDE = "ugly stupid nasty awful dirty boring bad cruel".split()
 PLAIN = "red blue green old new small large long short round flat wooden heavy light dark plain".split()
 ADJECTIVES = KIND + RUDE + PLAIN
 FUNCTION = "the is and a . it was we saw there one with".split()
-FORMS = (
-    "the N is A and A .",
-    "it was a A N .",
-    "we saw the A N and it was A .",
-    "there was one A N with a A N .",
-)
+FORMS = ("the N is A and A .", "it was a A N .", "we saw the A N and it was A .", "there was one A N with a A N .")
 CHAT_TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}> {{ m.content }} <end> {% endfor %}"
     "{% if add_generation_prompt %}<assistant> {% endif %}"
@@ -65,7 +60,8 @@ def gold_reward(topic: str, words: list[str], stopped: bool = True) -> float:
     """The hidden preference: kind words on the topic, in sentences; about -12 to 5.
 
     5 × the mean over content words (kind +1, rude -1.5, plain 0, the topic +1, another noun -1)
-    - 5 × (adjectives right after a content word + immediate repeats) / length; -5 without any content word; -1 for a cut response.
+    - 5 × (adjectives right after a content word + immediate repeats) / length; -5 without any content word; -1 for a cut
+    response.
     """
     value = {**dict.fromkeys(KIND, 1.0), **dict.fromkeys(RUDE, -1.5), **dict.fromkeys(PLAIN, 0.0)}
     value |= {**dict.fromkeys(NOUNS, -1.0), topic: 1.0}
@@ -128,9 +124,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     core = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>"))
     core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     special = {"pad_token": "<pad>", "unk_token": "<unk>", "eos_token": "<end>"}
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=core, additional_special_tokens=["<user>", "<assistant>"], **special
-    )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, additional_special_tokens=["<user>", "<assistant>"], **special)
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
 
@@ -151,9 +145,7 @@ def model_config(recipe: Recipe, tokenizer: PreTrainedTokenizerFast, **extra: ob
     )
 
 
-def train_reward_model(
-    model: Qwen3ForSequenceClassification, tokenizer: PreTrainedTokenizerFast, recipe: Recipe
-) -> None:
+def train_reward_model(model: Qwen3ForSequenceClassification, tokenizer: PreTrainedTokenizerFast, recipe: Recipe) -> None:
     """Bradley-Terry on pairs of texts about one topic, labelled with P(first is better) = sigmoid(4 × the gold difference)."""
     rng = random.Random(recipe.seed)
     steps, peak = recipe.reward_steps, 2e-3
@@ -224,9 +216,7 @@ def build(name: str, root: Path = Path("runs")) -> Path:
     train_reward_model(reward_model, tokenizer, recipe)
     with torch.no_grad():
         accuracy = pair_loss(reward_model, tokenizer, random.Random(recipe.seed + 1), 250)[1]
-    print(
-        f"Policy: {losses[-1]:.2f} nats a token. Reward model: agrees with the person on {accuracy:.0%} of fresh pairs."
-    )
+    print(f"Policy: {losses[-1]:.2f} nats a token. Reward model: agrees with the person on {accuracy:.0%} of fresh pairs.")
 
     for model, part in ((policy, "policy"), (reward_model, "reward_model")):
         model.save_pretrained(draft / part)

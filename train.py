@@ -4,7 +4,8 @@
     python train.py --credit grpo        the same loop, every token's weight one
     python train.py --help               every flag
 
-Read `train` first: it is the algorithm. Around it stand the configuration, the run folder and `main`, which only parses and loads.
+Read `train` first: it is the algorithm. Around it stand the configuration, the run folder and `main`, which only parses and
+loads.
 """
 
 import json
@@ -45,15 +46,7 @@ from grpo import (
     shared_vocabulary,
     token_logprobs,
 )
-from load import (
-    check_memory,
-    load_examples,
-    load_policy,
-    load_prompts,
-    load_reward_model,
-    load_tokenizer,
-    self_check,
-)
+from load import check_memory, load_examples, load_policy, load_prompts, load_reward_model, load_tokenizer, self_check
 from reward_grad import RewardModel
 from sft import sft
 
@@ -75,9 +68,7 @@ class Config:
     policy: str | None = flag(None, "hub id or directory of the policy; default: the tiny world's")
     reward_model: str | None = flag(None, "hub id or directory of the reward model; default: the tiny world's")
     prompts: str | None = flag(None, "JSONL file, or hub data set as NAME:SPLIT; default: the tiny world's")
-    prompt_column: str | None = flag(
-        None, 'column with a string or a list of chat messages; default: "prompt" or "messages"'
-    )
+    prompt_column: str | None = flag(None, 'column with a string or a list of chat messages; default: "prompt" or "messages"')
     chat_template: str | None = flag(None, "file with a chat template for a policy that has none")
     enable_thinking: bool = flag(False, "let the chat template switch thinking on (Qwen3)")
     credit: str = flag("datc", "how the advantage is spread over tokens: a name registered in credit.py")
@@ -136,7 +127,7 @@ PAPER = {
     "lora_rank": 64,
     "micro_batch": 2,
     "reward_batch": 4,
-    "sample_batch": 64,
+    "sample_batch": 16,
     "gradient_checkpointing": True,
 }
 SKYWORK_QWEN3, SKYWORK_LLAMA = "Skywork/Skywork-Reward-V2-Qwen3-8B", "Skywork/Skywork-Reward-Llama-3.1-8B-v0.2"
@@ -145,12 +136,7 @@ PRESETS: dict[str, dict[str, object]] = {
     "tiny-sharp": {},
     "qwen3-14b-base": {**PAPER, "policy": "Qwen/Qwen3-14B-Base", "reward_model": SKYWORK_QWEN3, "sft_examples": 10_000},
     "qwen3-14b": {**PAPER, "policy": "Qwen/Qwen3-14B", "reward_model": SKYWORK_QWEN3},
-    "llama-3.1-8b-base": {
-        **PAPER,
-        "policy": "meta-llama/Llama-3.1-8B",
-        "reward_model": SKYWORK_LLAMA,
-        "sft_examples": 10_000,
-    },
+    "llama-3.1-8b-base": {**PAPER, "policy": "meta-llama/Llama-3.1-8B", "reward_model": SKYWORK_LLAMA, "sft_examples": 10_000},
     "llama-3.1-8b-instruct": {**PAPER, "policy": "meta-llama/Llama-3.1-8B-Instruct", "reward_model": SKYWORK_LLAMA},
     "qwen3-0.6b": {  # any 12 GB card
         **PAPER,
@@ -168,14 +154,7 @@ def check_config(config: Config) -> None:
     get_credit_method(config.credit)
     if config.advantage not in ADVANTAGES:
         raise ValueError(f"--advantage {config.advantage!r} is unknown. Known: {', '.join(ADVANTAGES)}.")
-    at_least = {
-        "band": 1,
-        "group_size": 2,
-        "rollouts": 1,
-        "prompts_per_rollout": 1,
-        "max_response_tokens": 1,
-        "epochs": 1,
-    }
+    at_least = {"band": 1, "group_size": 2, "rollouts": 1, "prompts_per_rollout": 1, "max_response_tokens": 1, "epochs": 1}
     at_least |= {"micro_batch": 1, "reward_batch": 1, "sample_batch": 1, "save_every": 1, "beta": 0, "lora_rank": 0}
     at_least |= {"length_penalty": 0, "advantage_std_floor": 0, "missing_eos_penalty": 0, "sft_examples": 0}
     for name, least in at_least.items():
@@ -185,9 +164,7 @@ def check_config(config: Config) -> None:
         if not getattr(config, name) > 0:
             raise ValueError(f"--{name} is {getattr(config, name)}; it must be above 0.")
     if not config.grad_at or not all(0 <= a <= 1 for a in config.grad_at):
-        raise ValueError(
-            f"--grad_at is {config.grad_at}; give points between 0 (expected embedding) and 1 (the sample)."
-        )
+        raise ValueError(f"--grad_at is {config.grad_at}; give points between 0 (expected embedding) and 1 (the sample).")
 
 
 def parse(argv: list[str] | None = None) -> Config:
@@ -301,9 +278,7 @@ class Learner:
                 w.data = data
 
     @torch.no_grad()
-    def evidence(
-        self, part: Scored, hidden: Tensor, logp: Tensor, entropy: Tensor, step: int, generator
-    ) -> CreditInputs:
+    def evidence(self, part: Scored, hidden: Tensor, logp: Tensor, entropy: Tensor, step: int, generator) -> CreditInputs:
         """What the credit method asked for, (2) to (5), from a forward that the loss needs anyway."""
         rollout, model, needs, t = part.rollout, self.reward_model, self.method.needs, self.config.temperature
         mask, ids = rollout.response_mask, rollout.response_ids
@@ -381,9 +356,7 @@ class Learner:
                         with clock("credit"), torch.no_grad():
                             inputs.append(self.evidence(micro, hidden, old_logp[i], entropy, step, generator))
                             credits.append(self.method(inputs[i]))
-                loss, stats = clipped_surrogate(
-                    logp, old_logp[i], credits[i].token_advantages, mask, config.epsilon, count
-                )
+                loss, stats = clipped_surrogate(logp, old_logp[i], credits[i].token_advantages, mask, config.epsilon, count)
                 stats |= {"loss": loss.detach(), "entropy": response_mean(entropy, mask, count)}
                 if config.beta:
                     kl = k3_kl(logp, micro.reference_logp, mask, count)
@@ -553,14 +526,10 @@ class Run:
             tokenizer.save_pretrained(draft)
             # No random states: each rollout seeds its own, and its number is also the prompt cursor.
             state = {"weights": [w.detach() for w in learner.weights]}
-            torch.save(
-                state | ({"optimizer": learner.optimizer.state_dict()} if optimizer else {}), draft / "trainer.pt"
-            )
+            torch.save(state | ({"optimizer": learner.optimizer.state_dict()} if optimizer else {}), draft / "trainer.pt")
         except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError
             shutil.rmtree(draft, ignore_errors=True)
-            raise OSError(
-                f"{self.folder / name} could not be written ({error}); what was saved before is intact."
-            ) from error
+            raise OSError(f"{self.folder / name} could not be written ({error}); what was saved before is intact.") from error
         shutil.rmtree(self.folder / name, ignore_errors=True)
         draft.rename(self.folder / name)
 
@@ -622,9 +591,7 @@ def choose_prompts(prompts: list[Messages], step: int, config: Config) -> list[M
     return [prompts[shuffled(len(prompts), config.seed, epoch)[i]] for epoch, i in places]
 
 
-def starting_std(
-    learner: Learner, tokenizer: PreTrainedTokenizerBase, prompts: list[Messages], count: int = 128
-) -> float:
+def starting_std(learner: Learner, tokenizer: PreTrainedTokenizerBase, prompts: list[Messages], count: int = 128) -> float:
     """σ0: the median group std of the raw reward over `count` prompts under the policy RL starts from. [dev]"""
     config = replace(learner.config, seed=learner.config.seed + 1_000)  # other prompts than the first rollouts'
     spreads = []
