@@ -225,7 +225,7 @@ class RewardModel:
         """
         n = tokens.numel()
         ids = rollout.response_ids.repeat(n, 1)  # (N S, T)
-        ids[torch.arange(n), places.repeat_interleave(tokens.shape[1])] = tokens.flatten()
+        ids[torch.arange(n, device=ids.device), places.repeat_interleave(tokens.shape[1])] = tokens.flatten()
         same = ("prompt_ids", "prompt_mask", "response_mask", "free_mask", "stopped")
         copies = {name: (t := getattr(rollout, name)).expand(n, *t.shape[1:]) for name in same}
         texts = replace(rollout, messages=rollout.messages * n, response_ids=ids, group_size=1, **copies)

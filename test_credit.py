@@ -1367,7 +1367,9 @@ def test_wrong_flags_are_named_before_anything_is_loaded(pair, tmp_path, monkeyp
         ("--grad_at", 1.5): "--grad_at",
         ("--temperature", 0): "--temperature",
         ("--preset", "gpt5"): "Presets: tiny",
+        ("--advantage", "best"): "rank_normal",
         ("--resume", tmp_path / "nowhere"): "no run is there",
+        ("--output_dir", pair): "is not empty",
     }.items():
         assert expected in error_of([*base, *extra])
 

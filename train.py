@@ -491,10 +491,7 @@ class Run:
 
     def __init__(self, config: Config):
         self.folder = Path(config.resume or config.output_dir)
-        if not config.resume and self.folder.exists() and any(self.folder.iterdir()):
-            raise ValueError(
-                f"--output_dir {self.folder} is not empty. Choose another, or go on with it: --resume {self.folder}"
-            )
+        refuse_taken(config)
         self.folder.mkdir(parents=True, exist_ok=True)
         saved = asdict(replace(config, resume=None, output_dir=str(self.folder)))
         write_whole(self.folder / "config.json", json.dumps(saved, indent=1))
@@ -532,6 +529,12 @@ class Run:
             raise OSError(f"{self.folder / name} could not be written ({error}); what was saved before is intact.") from error
         shutil.rmtree(self.folder / name, ignore_errors=True)
         draft.rename(self.folder / name)
+
+
+def refuse_taken(config: Config) -> None:
+    """Raise ValueError where --output_dir holds something: nothing is ever overwritten."""
+    if not config.resume and (folder := Path(config.output_dir)).exists() and any(folder.iterdir()):
+        raise ValueError(f"--output_dir {folder} is not empty. Choose another, or go on with it: --resume {folder}")
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -734,6 +737,8 @@ def plain_errors() -> Iterator[None]:
         yield
     except (ValueError, FloatingPointError, OSError) as error:
         sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit("Interrupted. A run goes on from its last checkpoint with --resume.")
     except torch.OutOfMemoryError as error:
         smaller = "--sample_batch, --reward_batch or --micro_batch smaller, or --gradient_checkpointing"
         sys.exit(f"error: the GPU ran out of memory: {error}\nTry {smaller}; a run goes on with --resume.")
@@ -743,6 +748,7 @@ def main(argv: list[str] | None = None) -> None:
     with plain_errors():
         config = settle(parse(argv))
         config = replace(config, output_dir=config.resume or config.output_dir or new_folder(config))
+        refuse_taken(config)  # before anything is loaded
         if config.preset in tiny.WORLDS:
             transformers.utils.logging.disable_progress_bar()  # of loading and saving, which take no time here
         history = train(**prepare(config), config=config)
@@ -760,9 +766,13 @@ def report(history: list[dict], config: Config) -> None:
         + ", ".join(f"{k} {v:.2f}" for k, v in means.items())
     )
     if config.credit != "grpo":
-        others = {"preset": "tiny", "seed": 0, "rollouts": 100, "learning_rate": 6e-4}
-        same = "".join(f" --{k} {getattr(config, k)}" for k, v in others.items() if getattr(config, k) != v)
-        print(f"Compare with GRPO: python train.py --credit grpo{same}")
+        plain = replace(Config(), **PRESETS[config.preset])
+        own = {"credit", "band", "grad_at", "output_dir", "resume", "device", "dtype"}
+        own |= {"policy", "reward_model", "prompts"} if tiny.is_world(Path(config.reward_model).parent) else set()
+        changed = {f.name: getattr(config, f.name) for f in fields(Config) if getattr(config, f.name) != getattr(plain, f.name)}
+        changed = {"preset": config.preset, **{k: v for k, v in changed.items() if k not in own}}
+        flags = [f"--{k}" if v is True else f"--{k} {v}" for k, v in changed.items() if (k, v) != ("preset", "tiny")]
+        print("Compare with GRPO:", " ".join(["python train.py --credit grpo", *flags]))
 
 
 if __name__ == "__main__":
