@@ -289,12 +289,13 @@ def delta(x: CreditInputs) -> Credit:
     response's mean does not.
     """
     mask = x.response_mask
-    v = ((1 - x.sampled_prob)[..., None] * x.hidden)[mask].double()  # (N, H)
-    a = x.advantages.double()[:, None].expand_as(mask)[mask]  # (N,)
+    v = ((1 - x.sampled_prob)[..., None] * x.hidden)[mask]  # (N, H)
+    v = v.to(torch.promote_types(v.dtype, torch.float32))
+    a = x.advantages[:, None].expand_as(mask)[mask].to(v.dtype)  # (N,)
     tiny = torch.finfo(a.dtype).tiny
     plus, minus = ((side[:, None] * v).sum(0) / side.sum().clamp(min=tiny) for side in (a.clamp(min=0), (-a).clamp(min=0)))
-    margin = (v - minus).square().sum(-1) - (v - plus).square().sum(-1)  # (N,)
-    w = torch.ones_like(a)  # A = 0 belongs to no side
+    margin = 2 * v @ (plus - minus) + minus.square().sum() - plus.square().sum()  # (N,) ‖v - μ-‖² - ‖v - μ+‖²
+    margin, w = margin.double(), torch.ones_like(a, dtype=torch.double)  # A = 0 belongs to no side
     for side in (a > 0, a < 0):
         own = margin[side] * a[side].sign()
         if len(own):

@@ -14,7 +14,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -48,8 +48,8 @@ def load_run(path: str) -> tuple[train.Config, list[dict]]:
 def trained_policy(path: str, like: train.Config) -> tuple[train.Config, object]:
     """The policy of a run folder (its end, or its last checkpoint), or of a model directory or hub id; ready to sample."""
     if not (Path(path) / "config.json").is_file() or "credit" not in json.loads((Path(path) / "config.json").read_text()):
-        config = replace(like, policy=path, lora_rank=0, gradient_checkpointing=False)
-        return config, load_policy(config).eval()
+        config = replace(like, policy=path)
+        return config, load_policy(config, trainable=False)
     config, _ = load_run(path)
     numbered = [p for p in Path(path).glob("checkpoint-*") if p.name[11:].isdigit()]
     saved = max(numbered, key=lambda p: int(p.name[11:]), default=None)
@@ -57,11 +57,10 @@ def trained_policy(path: str, like: train.Config) -> tuple[train.Config, object]
     if saved is None:
         raise ValueError(f"{path} has no checkpoint yet.")
     if not config.lora_rank:
-        return config, load_policy(replace(config, policy=str(saved), gradient_checkpointing=False)).eval()
+        return config, load_policy(replace(config, policy=str(saved)), trainable=False)
     from peft import PeftModel
 
-    base = load_policy(replace(config, gradient_checkpointing=False)).get_base_model()
-    return config, PeftModel.from_pretrained(base, saved).eval()
+    return config, PeftModel.from_pretrained(load_policy(config, trainable=False), saved).eval()
 
 
 def print_table(head: list[str], rows: list[list[object]]) -> None:
@@ -122,10 +121,10 @@ def standard_error(values: list[float]) -> float:
     return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
 
 
-def models_of(flags: list[str], **changes: object) -> tuple[train.Config, dict[str, object]]:
+def models_of(flags: list[str], trainable: bool = True) -> tuple[train.Config, dict[str, object]]:
     """Config and models for train.py's own flags."""
-    config = replace(train.settle(train.parse(flags)), sft_examples=0, **changes)
-    return config, train.prepare(config)
+    config = replace(train.settle(train.parse(flags)), sft_examples=0)
+    return config, train.prepare(config, trainable)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -135,6 +134,8 @@ def models_of(flags: list[str], **changes: object) -> tuple[train.Config, dict[s
 def reward(args: argparse.Namespace, flags: list[str]) -> None:
     """RM reward (and gold, in the tiny world) on held-out prompts, models side by side, with pairwise win rates."""
     runs = [m for m in args.models if (Path(m) / "metrics.jsonl").exists()]
+    if runs:
+        refuse_unknown(flags)
     config = load_run(runs[0])[0] if runs else train.settle(train.parse(flags))
     if any(load_run(r)[0].reward_model != config.reward_model for r in runs):
         raise ValueError("These runs have different reward models; their rewards cannot be compared.")
@@ -145,13 +146,15 @@ def reward(args: argparse.Namespace, flags: list[str]) -> None:
         print("No held-out prompts known: using the training prompts. Give others with --held_out.")
     tokenizer = load_tokenizer(config.policy, config.chat_template)
     prompts = load_prompts(config, tokenizer)
-    prompts = random.Random(0).sample(prompts, min(args.prompts, len(prompts)))
+    prompts = random.Random(0).sample(prompts, min(args.num_prompts, len(prompts)))
     reward_model = load_reward_model(config, tokenizer)
     world = tiny.is_world(Path(config.reward_model).parent)
     scores, rows = [], []
+    policy = None
     for name in args.models:
+        del policy  # before the next one takes its place in memory
         _, policy = trained_policy(name, config)
-        vocabulary = shared_vocabulary(policy, tokenizer, len(reward_model.embedding))
+        vocabulary = shared_vocabulary(policy, tokenizer, reward_model.size)
         torch.manual_seed(args.seed)
         rollout = sample(
             policy, tokenizer, prompts, vocabulary, args.samples, config.max_response_tokens,
@@ -207,11 +210,12 @@ def plot(args: argparse.Namespace, flags: list[str]) -> None:
     panels += [("Response length", "rollout", "tokens", curve("completions/mean_length"))]
     figure(args.out, [*panels, ("Cumulative time", "rollout", "seconds", clock)])
     table = []
+    pace = statistics.fmean(r["time/total"] for r in next(iter(loaded.values())))
     for name, rows in loaded.items():
-        mean = {k: statistics.fmean(r[k] for r in rows) for k in ("reward", "time/total", "time/credit", "time/score")}
+        mean = {k: statistics.fmean(r[k] for r in rows) for k in ("reward", "time/total")}
         last = statistics.fmean(r["reward"] for r in rows[-25:])
-        table.append([name, len(rows), mean["reward"], last, mean["time/total"], mean["time/credit"] / mean["time/total"]])
-    print_table(["run", "rollouts", "mean reward", "last 25", "s/rollout", "share spent on credit"], table)
+        table.append([name, len(rows), mean["reward"], last, mean["time/total"], mean["time/total"] / pace])
+    print_table(["run", "rollouts", "mean reward", "last 25", "s/rollout", "time over the first run's"], table)
 
 
 STYLE = """
@@ -268,7 +272,8 @@ def heatmap(args: argparse.Namespace, flags: list[str]) -> None:
 def relaxed_reward(learner: train.Learner, rollout: Rollout, token_value: Tensor) -> Tensor:
     """R̂(θ) = Σ <sg(v_t), p_t(θ)> over the response tokens; token_value (N, V)."""
     hidden = response_hidden(learner.policy, rollout)[rollout.response_mask]
-    probs = (hidden @ learner.lm_head.T / learner.config.temperature).softmax(-1)
+    logits = hidden.to(token_value.dtype) @ learner.lm_head.to(token_value.dtype).T / learner.config.temperature
+    probs = logits.softmax(-1)  # (N, V)
     return (probs * token_value).sum()
 
 
@@ -285,15 +290,16 @@ def predicted_gains(learner: train.Learner, rollout: Rollout, step: int) -> tupl
     extra = credit.token_advantages - scored.advantages[:, None] * mask  # J is linear in Ã at ratio 1: one backward
     loss, _ = clipped_surrogate(logp, logp.detach(), extra, mask, config.epsilon, len(rollout))
     move = torch.autograd.grad(-loss, learner.weights)
-    value = inputs.reward_grad[mask] @ learner.reward_model.embedding[: learner.vocabulary.size].T  # (N, V)
+    f = inputs.reward_grad[mask]  # (N, D)
+    value = f @ learner.reward_model.embedding[: learner.vocabulary.size].to(f.dtype).T  # (N, V)
     slope = torch.autograd.grad(relaxed_reward(learner, rollout, value), learner.weights)
     return x, sum((a.double() * b.double()).sum().item() for a, b in zip(move, slope, strict=True))
 
 
 def gain(args: argparse.Namespace, flags: list[str]) -> None:
     """X against P over batches from one start, with the linear fit (Figure C3)."""
-    config, m = models_of(flags, beta=0.0)
-    vocabulary = shared_vocabulary(m["policy"], m["tokenizer"], len(m["reward_model"].embedding))
+    config, m = models_of(["--beta", "0", *flags])
+    vocabulary = shared_vocabulary(m["policy"], m["tokenizer"], m["reward_model"].size)
     learner = train.Learner(m["policy"], m["reward_model"], vocabulary, config)
     learner.method = with_needs(learner.method, {"reward_grad", "work"})
     if not learner.method.needs & {"work"}:
@@ -336,10 +342,10 @@ def with_needs(method: Callable, extra: set[str]) -> Callable:
 
 def fidelity(args: argparse.Namespace, flags: list[str]) -> None:
     """Spearman of first-order and exact work over each response's free tokens, for several points of the gradient."""
-    config, m = models_of(flags, lora_rank=0, gradient_checkpointing=False)
-    policy, model, tokenizer = m["policy"].eval(), m["reward_model"], m["tokenizer"]
+    config, m = models_of(flags, trainable=False)
+    policy, model, tokenizer = m["policy"], m["reward_model"], m["tokenizer"]
     model.reward_batch = args.batch
-    vocabulary = shared_vocabulary(policy, tokenizer, len(model.embedding))
+    vocabulary = shared_vocabulary(policy, tokenizer, model.size)
     head, table = policy.get_output_embeddings().weight[: vocabulary.size].detach(), model.embedding[: vocabulary.size]
     groups = -(-args.responses // config.group_size)
     torch.manual_seed(config.seed)
@@ -396,16 +402,27 @@ def append_rank_correlation(into: list[float], d: Tensor, exact: Tensor) -> None
         into.append(spearman(d, exact))
 
 
+# Measured on the tiny worlds (README): world, --grad_at, fidelity, DATC's area less GRPO's at each one's best rate.
+YARDSTICK = [
+    ("tiny-sharp", "1.0", 0.10, -0.71),
+    ("tiny", "1.0", 0.25, +0.22),
+    ("tiny", "0.25 0.75", 0.52, +0.82),
+    ("tiny-sharp", "0.25 0.75", 0.54, +0.33),
+]
+
+
 def advice(rows: list[list]) -> str:
-    best = max((r for r in rows if r[0] != "prefix differences"), key=lambda r: r[2])
+    """What to do with this reward model, beside the pairs (fidelity, did DATC beat GRPO) of the tiny worlds."""
+    gradients = [r for r in rows if r[0] != "prefix differences"]
+    if not gradients:
+        return "\nNo response with three free tokens and varying work: nothing to advise on. Try longer responses."
+    best = max(gradients, key=lambda r: r[2])
     text = f"\nBest gradient here: --grad_at {best[0].replace(',', ' ')} (fidelity {best[2]:.2f} ± {best[3]:.2f}). "
     forward = next((r for r in rows if r[0] == "prefix differences"), None)
     if forward and forward[2] > best[2]:
         text += f"Prefix differences rank the tokens better ({forward[2]:.2f}): try --credit red_band first. "
-    return text + (
-        "Yardstick: the README's table of fidelity against DATC's lead over GRPO. Below about 0.3 expect little, and compare "
-        "with --credit shuffle before believing a gain."
-    )
+    seen = "; ".join(f"{world} at {at}: fidelity {f:.2f}, {lead:+.2f} reward over GRPO" for world, at, f, lead in YARDSTICK)
+    return f"{text}Yardstick: {seen}. Compare with --credit shuffle before believing a gain."
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -478,8 +495,9 @@ def answers(args: argparse.Namespace, flags: list[str]) -> None:
 def cost(args: argparse.Namespace, flags: list[str]) -> None:
     """GRPO and a credit method on the same rollouts, alternating: median seconds by phase; and the streamed work alone."""
     config, m = models_of(flags)
-    vocabulary = shared_vocabulary(m["policy"], m["tokenizer"], len(m["reward_model"].embedding))
+    vocabulary = shared_vocabulary(m["policy"], m["tokenizer"], m["reward_model"].size)
     names = ["grpo", config.credit if config.credit != "grpo" else "datc"]
+    m["policy"].train()
     learners = {n: train.Learner(m["policy"], m["reward_model"], vocabulary, replace(config, credit=n)) for n in names}
     spent: dict[str, list[dict[str, float]]] = {n: [] for n in names}
     for step in tqdm(range(args.rollouts + 1), dynamic_ncols=True):
@@ -520,6 +538,15 @@ def cost(args: argparse.Namespace, flags: list[str]) -> None:
     print_table(["tokens N", "vocabulary V", "streamed work, s", "ms a token"], table)
 
 
+def refuse_other(folder: str, config: train.Config) -> None:
+    """Raise ValueError where a folder holds a run with other flags, or of another world: it must not enter the table."""
+    saved = asdict(train.Config(**json.loads((Path(folder) / "config.json").read_text())))
+    free = {"output_dir", "resume", "save_every", "device"}
+    if other := [k for k, v in asdict(config).items() if k not in free and saved[k] != v]:
+        told = ", ".join(f"--{k} {saved[k]} (not {getattr(config, k)})" for k in other)
+        raise ValueError(f"{folder} holds another run: {told}. Give another --folder, or remove it.")
+
+
 def compare(args: argparse.Namespace, flags: list[str]) -> None:
     """Train every method with every seed and rate (what is there already is kept), print the table, draw the curves."""
     base = train.settle(train.parse(flags))
@@ -532,9 +559,11 @@ def compare(args: argparse.Namespace, flags: list[str]) -> None:
                 grad_at = [float(a) for a in points.split(",")] if points else [1.0]
                 config = replace(base, credit=credit, grad_at=grad_at, learning_rate=rate, seed=seed, output_dir=str(out))
                 train.check_config(config)
+                if (out / "config.json").exists():
+                    refuse_other(str(out), config)
                 if not (out / "final").exists():
-                    started = (out / "config.json").exists()
-                    train.train(**train.prepare(config), config=replace(config, resume=str(out) if started else None))
+                    resume = str(out) if (out / "config.json").exists() else None
+                    train.train(**train.prepare(config), config=replace(config, resume=resume))
                 results.setdefault((name, rate), []).append(load_run(str(out))[1])
     world = "gold_reward" in next(iter(results.values()))[0][0]
 
@@ -588,14 +617,14 @@ def commands() -> argparse.ArgumentParser:
     sub = parser.add_subparsers(dest="command", required=True)
 
     def command(run: Callable, name: str | None = None) -> argparse.ArgumentParser:
-        p = sub.add_parser(name or run.__name__, help=run.__doc__, description=run.__doc__)
+        p = sub.add_parser(name or run.__name__, help=run.__doc__, description=run.__doc__, allow_abbrev=False)
         p.set_defaults(function=run)
         return p
 
     p = command(reward)
     p.add_argument("models", nargs="+", help="run folders, model directories or hub ids")
     p.add_argument("--held_out", help="JSONL file or NAME:SPLIT of prompts; default: the tiny world's held-out topics")
-    p.add_argument("--prompts", type=int, default=64, help="at most this many prompts")
+    p.add_argument("--num_prompts", type=int, default=64, help="at most this many prompts")
     p.add_argument("--samples", type=int, default=16, help="responses to each")
     p.add_argument("--seed", type=int, default=0)
     p = command(plot)

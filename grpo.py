@@ -109,6 +109,16 @@ def bare(policy: PreTrainedModel) -> PreTrainedModel:
     return policy.get_base_model() if hasattr(policy, "get_base_model") else policy
 
 
+def no_dropout(model: PreTrainedModel) -> None:
+    """Dropout off for good: the log-probs of the loss must be those of the sampler, and credit is about one fixed reward."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        for name in ("attention_dropout", "dropout"):
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)
+
+
 def shared_vocabulary(
     policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, reward_rows: int | None = None
 ) -> Vocabulary:
@@ -141,7 +151,8 @@ def turn_end_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
     turn = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "ANSWER"}]
     tail = tokenizer.apply_chat_template(turn, tokenize=False).rpartition("ANSWER")[2]
     ids = tokenizer(tail, add_special_tokens=False).input_ids
-    return ids[0] if ids and ids[0] in tokenizer.all_special_ids else None
+    added = tokenizer.added_tokens_decoder.get(ids[0]) if ids else None  # all_special_ids lists only named ones
+    return ids[0] if ids and (ids[0] in tokenizer.all_special_ids or (added and added.special)) else None
 
 
 @dataclass(frozen=True)
@@ -317,7 +328,8 @@ def token_logprobs(hidden: Tensor, lm_head: Tensor, token_ids: Tensor, temperatu
     lse, mean_logit = (torch.stack(part, -1) for part in zip(*strips, strict=True))  # (N, strips) each
     log_z = lse.logsumexp(-1)  # (N,)
     entropy = log_z - ((lse - log_z[:, None]).exp() * mean_logit).sum(-1)
-    own_logit = (hidden * lm_head[token_ids].to(dtype)).sum(-1) / temperature
+    own_row = F.embedding(token_ids, lm_head).to(dtype)  # (N, H); indexing would add up its gradient in no fixed order
+    own_logit = (hidden * own_row).sum(-1) / temperature
     return own_logit - log_z, entropy.detach()
 
 

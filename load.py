@@ -21,7 +21,7 @@ from transformers import (
 )
 
 import grpo
-from grpo import Messages, Vocabulary, encode_prompt, response_hidden, sample, token_logprobs
+from grpo import Messages, Vocabulary, encode_prompt, no_dropout, response_hidden, sample, token_logprobs
 from reward_grad import RewardModel
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def as_messages(row: dict, column: str, source: str) -> Messages:
     messages = [{"role": "user", "content": value}] if isinstance(value, str) else list(value)
     if messages and messages[-1].get("role") == "assistant":
         messages = messages[:-1]
-    if not messages or not messages[-1].get("content", "").strip():
+    if not messages or not (messages[-1].get("content") or "").strip():
         raise ValueError(f"--prompts {source} holds an empty prompt in column {column!r}: {json.dumps(row)[:200]}")
     return messages
 
@@ -126,23 +126,20 @@ def load_tokenizer(name: str, chat_template: str | None = None) -> PreTrainedTok
     return tokenizer
 
 
-def no_dropout(model: PreTrainedModel) -> None:
-    """Dropout off for good: the log-probs of the loss must be those of the sampler, and credit is about one fixed reward."""
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
-        for name in ("attention_dropout", "dropout"):
-            if isinstance(getattr(module, name, None), float):
-                setattr(module, name, 0.0)
+def load_policy(config: "Config", trainable: bool = True) -> PreTrainedModel:
+    """The policy on its device: full weights in float32, or frozen in --dtype with float32 LoRA adapters.
 
-
-def load_policy(config: "Config") -> PreTrainedModel:
-    """The policy on its device: full weights in float32, or frozen in --dtype with float32 LoRA adapters."""
-    dtype = getattr(torch, config.dtype) if config.lora_rank else torch.float32
+    Not `trainable`: as it is in --dtype, without adapters, to sample from only.
+    """
+    full = trainable and config.lora_rank == 0
     policy = AutoModelForCausalLM.from_pretrained(
-        config.policy, dtype=dtype, attn_implementation=config.attn_implementation
+        config.policy,
+        dtype=torch.float32 if full else getattr(torch, config.dtype),
+        attn_implementation=config.attn_implementation,
     ).to(config.device)
     no_dropout(policy)
+    if not trainable:
+        return policy.requires_grad_(False).eval()
     if config.lora_rank:
         policy = add_lora(policy, config.lora_rank, config.seed)
     if config.gradient_checkpointing:
@@ -177,7 +174,6 @@ def load_reward_model(config: "Config", policy_tokenizer: PreTrainedTokenizerBas
             "Give a trained reward model (a sequence classifier with one label)."
         )
     model = model.to(config.device).eval()
-    no_dropout(model)
     if config.gradient_checkpointing:  # does nothing in eval(); with dropout off, train() changes nothing else
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.train()
@@ -230,7 +226,7 @@ def memory_estimate(config: "Config", policy: PretrainedConfig, reward: Pretrain
         "reward model weights": reward_count * size,
         "adapters, gradients, optimizer": trained * 4 * copies,
         "sampling: KV cache": (
-            2 * policy.num_hidden_layers * heads * head * size * length * min(config.sample_batch, responses)
+            2 * policy.num_hidden_layers * heads * head * work_size * length * min(config.sample_batch, responses)
         ),
         "scoring: activations": activations(reward, min(config.reward_batch, responses), size, False) * credit,
         "update: activations and vocabulary strip": (
@@ -265,15 +261,20 @@ def check_memory(config: "Config") -> float:
 
 @torch.no_grad()
 def self_check(
-    policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, vocabulary: Vocabulary, prompt: Messages, config: "Config"
+    policy: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    vocabulary: Vocabulary,
+    prompts: list[Messages],
+    config: "Config",
 ) -> dict[str, float]:
     """Two refusals that cost a second: is lm_head(hidden) all there is to the logits, and does training see what was sampled?
 
     Returns the mean absolute gaps in nats, for the log. Raises ValueError where one is beyond what the dtype explains.
     """
     limit = 0.1 if next(policy.parameters()).dtype in (torch.bfloat16, torch.float16) else 1e-3
-    rollout = sample(
-        policy, tokenizer, [prompt], vocabulary, 2, min(16, config.max_response_tokens), config.temperature,
+    few = sorted(prompts[:16], key=lambda m: len(encode_prompt(tokenizer, m, **config.template)))
+    rollout = sample(  # the shorter of the two prompts is padded, so wrong position ids would show
+        policy, tokenizer, [few[0], few[-1]], vocabulary, 1, min(16, config.max_response_tokens), config.temperature,
         keep_logp=True, **config.template,
     )  # fmt: skip
     mask, ids = rollout.response_mask, rollout.response_ids

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from grpo import Messages, Rollout, pad
+from grpo import Messages, Rollout, no_dropout, pad
 
 PLACEHOLDER = "DATC-ANSWER"
 
@@ -75,6 +75,7 @@ class RewardModel:
         is not causal; an input embedding that is more than a look-up.
         """
         self.model, self.tokenizer, self.reward_batch = model.requires_grad_(False), tokenizer, reward_batch
+        no_dropout(model)
         self.backbone, self.head = model.base_model, getattr(model, "score", None)
         self.embedding = model.get_input_embeddings().weight  # (rows, D)  W
         self.pad_id = next(
@@ -104,8 +105,9 @@ class RewardModel:
 
     def _inputs(self, rollout: Rollout) -> _Inputs:
         device, rows, prefixes = self.embedding.device, [], []
+        parts = {id(m): template_around_answer(self.tokenizer, m) for m in {id(m): m for m in rollout.messages}.values()}
         for messages, ids, keep in zip(rollout.messages, rollout.response_ids, rollout.content_mask, strict=True):
-            prefix, suffix = template_around_answer(self.tokenizer, messages)
+            prefix, suffix = parts[id(messages)]
             rows.append(prefix + ids[keep].tolist() + suffix)
             prefixes.append(len(prefix))
         longest, limit = max(map(len, rows)), getattr(self.model.config, "max_position_embeddings", None)

@@ -23,8 +23,11 @@ def demonstrations(
     """Conversations and the answers to learn, as a rollout that a demonstrator has written (all of it counts)."""
     end = turn_end_id(tokenizer)
     end = [vocabulary.stop_ids[0] if end is None else end]
-    prompts = [encode_prompt(tokenizer, messages, **template)[-(max_tokens or 0) :] for messages, _ in examples]
-    answers = [tokenizer(a, add_special_tokens=False).input_ids[: max_tokens and max_tokens - 1] + end for _, a in examples]
+    prompts = [encode_prompt(tokenizer, messages, **template) for messages, _ in examples]
+    answers = [tokenizer(a, add_special_tokens=False).input_ids + end for _, a in examples]
+    if max_tokens:  # at most half goes to the prompt; a cut answer has lost its end, and so does not teach to stop there
+        prompts = [p[-(max_tokens // 2) :] for p in prompts]
+        answers = [a[: max_tokens - len(p)] for p, a in zip(prompts, answers, strict=True)]
     prompt_ids, prompt_mask = pad(prompts, vocabulary.pad_id, left=True)
     response_ids, response_mask = pad(answers, vocabulary.pad_id)
     stopped = torch.ones(len(examples), dtype=torch.bool)
@@ -47,8 +50,8 @@ def sft(
 ) -> list[float]:
     """Train the policy's trainable weights on (conversation, answer) pairs, AdamW with a linear decay to zero.
 
-    Returns the loss of every step (mean over answers of the mean over tokens, in nats). `max_tokens` cuts long prompts on
-    the left and long answers on the right.
+    Returns the loss of every step (mean over answers of the mean over tokens, in nats). `max_tokens` is for
+    prompt and answer together: long prompts are cut on the left, long answers on the right.
     """
     weights = [p for p in policy.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(weights, lr=learning_rate, weight_decay=0.0)

@@ -775,6 +775,14 @@ def test_masks_reach_through_the_first_stop_token_of_any_source():
         assert not stops or not free[stops[0]]
 
 
+def test_a_turn_end_that_is_special_only_as_an_added_token_is_a_stop_token():
+    tokenizer = bpe_tokenizer(LLAMA3)
+    plain = PreTrainedTokenizerFast(tokenizer_object=tokenizer._tokenizer, eos_token="<|endoftext|>")
+    plain.chat_template = LLAMA3
+    end = plain.convert_tokens_to_ids("<|eot_id|>")
+    assert end not in plain.all_special_ids and grpo.turn_end_id(plain) == end
+
+
 def test_stop_and_whitespace_tokens_are_frozen():
     tokenizer = bpe_tokenizer(CHATML)
     table = shared_vocabulary(make_policy(rows=len(tokenizer) + 5), tokenizer)
@@ -809,6 +817,21 @@ def test_token_log_probs_and_their_gradients_are_the_dense_ones(monkeypatch):
         strict=True,
     ):
         close(a, b, 1e-10, 1e-12)
+
+
+def test_gradients_of_log_probs_are_bitwise_repeatable_with_several_threads():
+    torch.manual_seed(0)
+    hidden, ids = torch.randn(8192, 64), torch.randint(0, 5, (8192,))  # many tokens add to the same rows
+    grads = []
+    torch.set_num_threads(2)
+    try:
+        for _ in range(5):
+            head = torch.linspace(-1, 1, 50 * 64).view(50, 64).requires_grad_()
+            (g,) = torch.autograd.grad(token_logprobs(hidden, head, ids)[0].sum(), head)
+            grads.append(g)
+    finally:
+        torch.set_num_threads(1)
+    assert all(torch.equal(g, grads[0]) for g in grads)
 
 
 def test_the_surrogate_clips_only_what_would_move_further():
@@ -966,7 +989,7 @@ def gradient(pair, micro_batch, method="datc", **extra):
     learner.optimizer.step = lambda: kept.update({n: p.grad.clone() for n, p in policy.named_parameters()})
     reference = learner.reference_logp(rollout) - 0.1 * rollout.response_mask
     scored = train.Scored(rollout, rewards, group_advantages(rewards, 4), grad if learner.grad_at_sample else None, reference)
-    metrics, _, _ = learner.update(scored, 0, train.Clock("cpu"))
+    metrics, *_ = learner.update(scored, 0, train.Clock("cpu"))
     return kept, metrics
 
 
@@ -1087,11 +1110,23 @@ def test_a_supervised_start_learns_the_answers_and_is_what_the_kl_refers_to(pair
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     train.main(arguments(pair, whole, *extra))
     first = train.read_jsonl(whole / "samples.jsonl")[0]
+    assert all(0 < p <= 1 for p in first["token_p"]) and len(first["token_p"]) == len(first["tokens"])
     assert first["response"] == "it was red" or rank  # adapters alone cannot teach a random model to talk
     assert read_metrics(whole)[0]["kl"] == pytest.approx(0, abs=1e-6)
     train.main(arguments(pair, parts, *extra, rollouts=2))
     train.main(["--resume", str(parts), "--rollouts", "4"])
     assert read_metrics(whole) == read_metrics(parts)
+
+
+def test_a_cut_demonstration_does_not_teach_to_stop():
+    import sft
+
+    examples = [(PROMPTS[0], "the cat is red"), (PROMPTS[0], "it")]
+    vocabulary = shared_vocabulary(make_policy(), TOKENIZER)
+    demo = sft.demonstrations(TOKENIZER, examples, vocabulary, max_tokens=8)
+    texts = [TOKENIZER.decode(ids[mask]) for ids, mask in zip(demo.response_ids, demo.response_mask, strict=True)]
+    assert not texts[0].endswith("<end>") and texts[1] == "it <end>"
+    assert demo.prompt_mask.sum(-1).max() + demo.response_mask.sum(-1).max() == 8
 
 
 def test_sft_needs_chosen_answers(pair, tmp_path):
@@ -1142,7 +1177,7 @@ def test_a_policy_with_capped_logits_or_live_dropout_is_refused_at_the_start():
     config = train.Config(dtype="float32", device="cpu")
     torch.manual_seed(0)
     capped = Capped(make_policy().config).eval()
-    args = TOKENIZER, shared_vocabulary(capped, TOKENIZER), PROMPTS[0], config
+    args = TOKENIZER, shared_vocabulary(capped, TOKENIZER), PROMPTS, config
     with pytest.raises(ValueError, match="soft-capped"):
         load.self_check(capped, *args)
     gaps = load.self_check(make_policy(), *args)
@@ -1212,6 +1247,8 @@ def test_eval_plot_and_compare_write_figures_and_tables(pair, runs, tmp_path, ca
     written = {p: p.stat().st_mtime_ns for p in (tmp_path / "c").rglob("metrics.jsonl")}
     evaluated(capsys, "compare", *flags, "--out", tmp_path / "c.png")
     assert written == {p: p.stat().st_mtime_ns for p in written}, "what is there is not trained again"
+    with pytest.raises(SystemExit, match="holds another run: --band 4.0 .not 2.0"):
+        evaluated(capsys, "compare", *flags, "--band", 2.0, "--out", tmp_path / "c.png")
 
 
 def test_eval_heatmap_is_one_page_with_escaped_text_and_every_token(runs, tmp_path, capsys):
@@ -1368,6 +1405,9 @@ def test_wrong_flags_are_named_before_anything_is_loaded(pair, tmp_path, monkeyp
         ("--temperature", 0): "--temperature",
         ("--preset", "gpt5"): "Presets: tiny",
         ("--advantage", "best"): "rank_normal",
+        ("--dtype", "int4"): "--dtype 'int4' is unknown",
+        ("--device", "cuda"): "torch sees no GPU",
+        ("--credit", "oracle"): "tiny worlds only",
         ("--resume", tmp_path / "nowhere"): "no run is there",
         ("--output_dir", pair): "is not empty",
     }.items():

@@ -39,6 +39,7 @@ from grpo import (
     clipped_surrogate,
     k3_kl,
     length_window,
+    no_dropout,
     response_advantages,
     response_hidden,
     response_mean,
@@ -132,8 +133,8 @@ PAPER = {
 }
 SKYWORK_QWEN3, SKYWORK_LLAMA = "Skywork/Skywork-Reward-V2-Qwen3-8B", "Skywork/Skywork-Reward-Llama-3.1-8B-v0.2"
 PRESETS: dict[str, dict[str, object]] = {
-    "tiny": {},
-    "tiny-sharp": {},
+    "tiny": {"dtype": "float32"},
+    "tiny-sharp": {"dtype": "float32"},
     "qwen3-14b-base": {**PAPER, "policy": "Qwen/Qwen3-14B-Base", "reward_model": SKYWORK_QWEN3, "sft_examples": 10_000},
     "qwen3-14b": {**PAPER, "policy": "Qwen/Qwen3-14B", "reward_model": SKYWORK_QWEN3},
     "llama-3.1-8b-base": {**PAPER, "policy": "meta-llama/Llama-3.1-8B", "reward_model": SKYWORK_LLAMA, "sft_examples": 10_000},
@@ -160,7 +161,11 @@ def check_config(config: Config) -> None:
     for name, least in at_least.items():
         if not getattr(config, name) >= least:
             raise ValueError(f"--{name} is {getattr(config, name)}; it must be at least {least}.")
-    for name in ("temperature", "learning_rate", "max_grad_norm", "epsilon"):
+    if config.dtype not in ("bfloat16", "float16", "float32", "float64"):
+        raise ValueError(f"--dtype {config.dtype!r} is unknown. Known: bfloat16, float16, float32, float64, auto.")
+    if config.device.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError(f"--device {config.device}: torch sees no GPU here. Use --device cpu, or a CUDA build of torch.")
+    for name in ("temperature", "learning_rate", "max_grad_norm", "epsilon", "max_prompt_tokens", "sft_learning_rate"):
         if not getattr(config, name) > 0:
             raise ValueError(f"--{name} is {getattr(config, name)}; it must be above 0.")
     if not config.grad_at or not all(0 <= a <= 1 for a in config.grad_at):
@@ -333,8 +338,8 @@ class Learner:
             )
         return out
 
-    def update(self, scored: Scored, step: int, clock: Clock) -> tuple[dict[str, float], Credit, CreditInputs]:
-        """(2) to (7): credit and one clipped step (per epoch) on this rollout. Returns metrics, and the credit for the log."""
+    def update(self, scored: Scored, step: int, clock: Clock) -> tuple[dict[str, float], Credit, CreditInputs, Tensor]:
+        """(2) to (7): credit and one clipped step (per epoch). Returns metrics and, for the log, credit and log-probs."""
         config, count = self.config, len(scored.rollout)
         generator = torch.Generator().manual_seed(step_seed(config.seed, step))
         micros = list(scored.split(config.micro_batch))
@@ -373,7 +378,7 @@ class Learner:
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
             totals["grad_norm"] += norm / config.epochs
-        return dict(totals), join_credit(credits), join_inputs(inputs)
+        return dict(totals), join_credit(credits), join_inputs(inputs), torch.cat(old_logp)
 
 
 def spread(values: Tensor, mask: Tensor) -> Tensor:
@@ -409,10 +414,7 @@ def credit_metrics(credit: Credit, inputs: CreditInputs) -> dict[str, float]:
     if credit.weights is None:
         return {}
     mask, weights = inputs.response_mask, credit.weights.double()
-    metrics = {
-        "credit/ess_ratio": (1 / response_squares(weights, mask)).mean().item(),
-        "credit/max_weight": weights.max().item(),
-    }
+    metrics = {"credit/ess_ratio": effective_share(weights, mask).mean().item(), "credit/max_weight": weights.max().item()}
     if credit.tau is not None:
         metrics["credit/tau_mean"] = credit.tau.mean().item()
     if inputs.work is not None:
@@ -421,9 +423,11 @@ def credit_metrics(credit: Credit, inputs: CreditInputs) -> dict[str, float]:
     return metrics
 
 
-def response_squares(weights: Tensor, mask: Tensor) -> Tensor:
-    """Mean of w² over each response, (B,)."""
-    return weights.masked_fill(~mask, 0.0).square().sum(-1) / mask.sum(-1)
+def effective_share(weights: Tensor, mask: Tensor) -> Tensor:
+    """(mean w)² / mean w² of each response, (B,): the share of its tokens that carry the credit; 1 where all weights are 0."""
+    w = weights.masked_fill(~mask, 0.0)
+    total, squares = w.sum(-1), w.square().sum(-1)
+    return torch.where(squares > 0, total.square() / (squares * mask.sum(-1)).clamp(min=1e-300), 1.0)
 
 
 def rollout_metrics(scored: Scored, group_size: int) -> dict[str, float]:
@@ -447,18 +451,15 @@ def gpu_metrics(rollout: Rollout, clock: Clock) -> dict[str, float]:
     return {**speed, "memory/peak_gib": torch.cuda.max_memory_allocated() / 2**30}
 
 
-def sample_rows(scored: Scored, credit: Credit, inputs: CreditInputs, tokenizer: PreTrainedTokenizerBase, step: int):
+def sample_rows(
+    scored: Scored, credit: Credit, work: Tensor | None, probs: Tensor, tokenizer: PreTrainedTokenizerBase, step: int
+) -> Iterator[dict]:
     """The first prompt's group, token by token, for samples.jsonl."""
     rollout = scored.rollout
     for i in range(rollout.group_size):
         mask = rollout.response_mask[i]
         ids = rollout.response_ids[i][mask].tolist()
-        columns = {
-            "weight": credit.weights,
-            "advantage": credit.token_advantages,
-            "work": inputs.work,
-            "p": inputs.sampled_prob,
-        }
+        columns = {"weight": credit.weights, "advantage": credit.token_advantages, "work": work, "p": probs}
         yield {
             "step": step,
             "prompt": rollout.messages[i],
@@ -594,15 +595,22 @@ def choose_prompts(prompts: list[Messages], step: int, config: Config) -> list[M
     return [prompts[shuffled(len(prompts), config.seed, epoch)[i]] for epoch, i in places]
 
 
-def starting_std(learner: Learner, tokenizer: PreTrainedTokenizerBase, prompts: list[Messages], count: int = 128) -> float:
+def starting_std(
+    run: Run, learner: Learner, tokenizer: PreTrainedTokenizerBase, prompts: list[Messages], count: int = 128
+) -> float:
     """σ0: the median group std of the raw reward over `count` prompts under the policy RL starts from. [dev]"""
+    saved = run.folder / "sigma0.json"  # measured once a run: a resumed one must not measure another
+    if saved.exists():
+        return json.loads(saved.read_text())
     config = replace(learner.config, seed=learner.config.seed + 1_000)  # other prompts than the first rollouts'
     spreads = []
     for step in tqdm(range(-(-count // config.prompts_per_rollout)), desc="σ0", dynamic_ncols=True):
         torch.manual_seed(step_seed(config.seed, step))
         rewards, _ = learner.reward_model.score(learner.sample(tokenizer, choose_prompts(prompts, step, config)))
         spreads.append(rewards.view(-1, config.group_size).std(-1, correction=0))
-    return torch.cat(spreads).median().item()
+    sigma = torch.cat(spreads).median().item()
+    write_whole(saved, json.dumps(sigma))
+    return sigma
 
 
 def train(
@@ -625,7 +633,8 @@ def train(
     """
     check_config(config)
     run = Run(config)
-    vocabulary = shared_vocabulary(policy, tokenizer, len(reward_model.embedding))
+    no_dropout(policy)
+    vocabulary = shared_vocabulary(policy, tokenizer, reward_model.size)
     learner = Learner(policy, reward_model, vocabulary, config)
     if (run.folder / "start").exists():
         run.load("start", learner)
@@ -638,8 +647,8 @@ def train(
         run.save("start", learner, tokenizer, optimizer=False)
     learner.mark_start()
     torch.manual_seed(config.seed)
-    checks = self_check(policy, tokenizer, vocabulary, prompts[0], config)
-    sigma = starting_std(learner, tokenizer, prompts) if config.length_penalty or config.advantage_std_floor else 0.0
+    checks = self_check(policy, tokenizer, vocabulary, prompts, config)
+    sigma = starting_std(run, learner, tokenizer, prompts) if config.length_penalty or config.advantage_std_floor else 0.0
     if run.step:
         run.load(f"checkpoint-{run.step}", learner)
     policy.train()
@@ -664,7 +673,7 @@ def train(
                 with clock("update"):
                     reference = learner.reference_logp(rollout) if config.beta else None
                     scored = Scored(rollout, rewards, advantages, grad, reference, sharpness)
-                    metrics, credit, inputs = learner.update(scored, step, clock)  # (2) to (7)
+                    metrics, credit, inputs, logp = learner.update(scored, step, clock)  # (2) to (7)
 
             row = {"step": step, **rollout_metrics(scored, config.group_size)}
             if gold is not None:
@@ -675,7 +684,7 @@ def train(
             row["time/total"] = total
             row |= gpu_metrics(rollout, clock) | (checks if step == 0 else {})
             history.append(row)
-            samples = list(sample_rows(scored, credit, inputs, tokenizer, step))
+            samples = list(sample_rows(scored, credit, inputs.work, logp.exp(), tokenizer, step))
             run.append("metrics", [row])
             run.append("samples", samples)
             shown = {"reward": row["reward"], "gold": row.get("gold_reward"), "length": row["completions/mean_length"]}
@@ -708,20 +717,28 @@ def settle(config: Config) -> Config:
     for name in ("policy", "reward_model", "prompts"):
         if getattr(config, name) is None:
             raise ValueError(f"--{name} is missing: give a hub id or a path.")
+    if config.credit == "oracle" and not tiny.is_world(Path(config.reward_model).parent):
+        raise ValueError("--credit oracle scores a text for every alternative of every token: it is for the tiny worlds only.")
     return config
 
 
-def prepare(config: Config) -> dict[str, object]:
-    """What `train` takes: policy, reward model, tokenizer, prompts, gold and examples. Cheap refusals come first."""
+def prepare(config: Config, trainable: bool = True) -> dict[str, object]:
+    """What `train` takes: policy, reward model, tokenizer, prompts, gold and examples. Cheap refusals come first.
+
+    Not `trainable`: the policy is only looked at, without adapters or gradients, and training's memory is not asked for.
+    """
     tokenizer = load_tokenizer(config.policy, config.chat_template)
     prompts = load_prompts(config, tokenizer)
     examples = load_examples(config) if config.sft_examples else None
-    need = check_memory(config)
     if config.device.startswith("cuda"):
+        torch.cuda.set_device(config.device)
+        torch.cuda.reset_peak_memory_stats()
+        if config.dtype == "bfloat16" and (config.lora_rank or not trainable):
+            torch.set_float32_matmul_precision("high")  # TF32 holds bf16 factors exactly and sums in float32
+    if trainable and (need := check_memory(config)) and config.device.startswith("cuda"):
         print(f"Estimated peak memory: {need / 2**30:.1f} GiB.")
-        torch.set_float32_matmul_precision("high")  # TF32 holds bf16 factors exactly and sums in float32
     return {
-        "policy": load_policy(config),
+        "policy": load_policy(config, trainable),
         "reward_model": load_reward_model(config, tokenizer),
         "tokenizer": tokenizer,
         "prompts": prompts,
