@@ -583,11 +583,12 @@ def compare(args: argparse.Namespace, flags: list[str]) -> None:
         if name not in curves or statistics.fmean(areas) > curves[name][0]:
             curves[name] = (statistics.fmean(areas), rate, runs)
     head = ["credit", "learning rate", "area ± sd over seeds", "final reward", *["final gold"] * world, "length", "s/rollout"]
-    best = [row for row in table if f"{curves[row[0]][1]:g}" == row[1]]
+    table.sort(key=lambda row: (row[1], args.credit.index(row[0])))
+    best = sorted((r for r in table if f"{curves[r[0]][1]:g}" == r[1]), key=lambda r: args.credit.index(r[0]))
     print(f"{base.preset}: {args.seeds} seeds, {base.rollouts} rollouts; each method at its best rate, by area\n")
     print_table(head, best)
     print("\nAll rates\n")
-    print_table(head, sorted(table, key=lambda r: (r[1], args.credit.index(r[0]))))
+    print_table(head, table)
 
     def bands(key: str) -> Callable:
         def draw(ax) -> None:

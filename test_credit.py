@@ -377,6 +377,15 @@ def test_the_sharpness_of_the_allocation_does_not_depend_on_the_rewards_unit():
         close(weights[0], weights[1], 1e-3, 1e-4)
 
 
+def test_the_readme_explains_every_flag_every_metric_and_every_credit_method(pair, tmp_path):
+    text = Path("README.md").read_text()
+    train.main(arguments(pair, tmp_path / "run", rollouts=1))
+    names = {f"`--{name}`" for name in train.Config.__dataclass_fields__}
+    names |= {f"`{key}`" for key in train.read_jsonl(tmp_path / "run" / "metrics.jsonl")[0] if key != "step"}
+    names |= {f"`{name}`" for name in credit.CREDIT if "for_tests" not in name}
+    assert not {n for n in names if n not in text}
+
+
 def test_the_readmes_own_credit_method_runs():
     text = Path("README.md").read_text()
     code = text.split("<!-- tested -->\n```python\n")[1].split("```")[0]
@@ -955,6 +964,17 @@ def test_the_same_seed_gives_the_same_run_and_another_seed_another(pair, tmp_pat
         train.main(arguments(pair, tmp_path / name, "--seed", seed))
     assert read_metrics(tmp_path / "a") == read_metrics(tmp_path / "b") != read_metrics(tmp_path / "c")
     assert same_weights(tmp_path / "a" / "final", tmp_path / "b" / "final")
+
+
+def test_train_takes_models_that_are_already_in_memory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    policy = make_policy("gpt2", resid_pdrop=0.5)
+    before = [p.clone() for p in policy.parameters()]
+    config = train.Config(rollouts=2, max_response_tokens=8)
+    history = train.train(policy, make_reward_model("gpt2"), TOKENIZER, PROMPTS, config)
+    assert len(history) == 2 and history[0]["kl"] == pytest.approx(0, abs=1e-6)
+    assert any(not torch.equal(a, b) for a, b in zip(before, policy.parameters(), strict=True))
+    assert (tmp_path / "runs" / "tiny-datc-s0" / "final" / "model.safetensors").exists()
 
 
 def test_datc_with_a_band_of_one_trains_like_grpo_bit_for_bit(pair, tmp_path):

@@ -161,7 +161,7 @@ def check_config(config: Config) -> None:
     for name, least in at_least.items():
         if not getattr(config, name) >= least:
             raise ValueError(f"--{name} is {getattr(config, name)}; it must be at least {least}.")
-    if config.dtype not in ("bfloat16", "float16", "float32", "float64"):
+    if config.dtype not in ("auto", "bfloat16", "float16", "float32", "float64"):
         raise ValueError(f"--dtype {config.dtype!r} is unknown. Known: bfloat16, float16, float32, float64, auto.")
     if config.device.startswith("cuda") and not torch.cuda.is_available():
         raise ValueError(f"--device {config.device}: torch sees no GPU here. Use --device cpu, or a CUDA build of torch.")
@@ -632,6 +632,7 @@ def train(
         ValueError: a configuration that cannot work. FloatingPointError: a reward or gradient that is not finite.
     """
     check_config(config)
+    config = replace(config, output_dir=config.resume or config.output_dir or new_folder(config))
     run = Run(config)
     no_dropout(policy)
     vocabulary = shared_vocabulary(policy, tokenizer, reward_model.size)
@@ -656,7 +657,7 @@ def train(
     with finish_rollout_on_interrupt() as interrupted:
         bar = tqdm(range(run.step, config.rollouts), initial=run.step, total=config.rollouts, dynamic_ncols=True)
         for step in bar:
-            clock = Clock(config.device)
+            clock = Clock(str(policy.device))
             torch.manual_seed(step_seed(config.seed, step))
             with clock("total"):
                 with clock("sample"):
