@@ -39,10 +39,11 @@ def load_run(path: str) -> tuple[train.Config, list[dict]]:
     rows = train.read_jsonl(folder / "metrics.jsonl") if (folder / "metrics.jsonl").exists() else []
     if not rows:
         raise ValueError(f"{path} has no complete rollout yet: metrics.jsonl is empty.")
-    known = {
-        k: v for k, v in json.loads((folder / "config.json").read_text()).items() if hasattr(train.Config, k) or k == "grad_at"
-    }
-    return train.Config(**known), rows
+    return read_config(folder), rows
+
+
+def read_config(folder: Path) -> train.Config:
+    return train.Config(**json.loads((folder / "config.json").read_text()))
 
 
 def trained_policy(path: str, like: train.Config) -> tuple[train.Config, object]:
@@ -51,11 +52,11 @@ def trained_policy(path: str, like: train.Config) -> tuple[train.Config, object]
         config = replace(like, policy=path)
         return config, load_policy(config, trainable=False)
     config, _ = load_run(path)
-    numbered = [p for p in Path(path).glob("checkpoint-*") if p.name[11:].isdigit()]
-    saved = max(numbered, key=lambda p: int(p.name[11:]), default=None)
-    saved = Path(path) / "final" if (Path(path) / "final").exists() else saved
-    if saved is None:
-        raise ValueError(f"{path} has no checkpoint yet.")
+    step, saved = train.last_checkpoint(Path(path)), Path(path) / "final"
+    if not saved.exists():
+        if not step:
+            raise ValueError(f"{path} has no checkpoint yet.")
+        saved = Path(path) / f"checkpoint-{step}"
     if not config.lora_rank:
         return config, load_policy(replace(config, policy=str(saved)), trainable=False)
     from peft import PeftModel
@@ -301,8 +302,8 @@ def gain(args: argparse.Namespace, flags: list[str]) -> None:
     config, m = models_of(["--beta", "0", *flags])
     vocabulary = shared_vocabulary(m["policy"], m["tokenizer"], m["reward_model"].size)
     learner = train.Learner(m["policy"], m["reward_model"], vocabulary, config)
-    learner.method = with_needs(learner.method, {"reward_grad", "work"})
-    if not learner.method.needs & {"work"}:
+    learner.method = with_needs(learner.method, {"reward_grad"})
+    if "work" not in learner.method.needs:
         raise ValueError(f"--credit {config.credit} has no work to predict a gain from.")
     points = []
     for step in tqdm(range(args.batches), desc="batches", dynamic_ncols=True):
@@ -540,7 +541,7 @@ def cost(args: argparse.Namespace, flags: list[str]) -> None:
 
 def refuse_other(folder: str, config: train.Config) -> None:
     """Raise ValueError where a folder holds a run with other flags, or of another world: it must not enter the table."""
-    saved = asdict(train.Config(**json.loads((Path(folder) / "config.json").read_text())))
+    saved = asdict(read_config(Path(folder)))
     free = {"output_dir", "resume", "save_every", "device"}
     if other := [k for k, v in asdict(config).items() if k not in free and saved[k] != v]:
         told = ", ".join(f"--{k} {saved[k]} (not {getattr(config, k)})" for k in other)

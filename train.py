@@ -496,8 +496,7 @@ class Run:
         self.folder.mkdir(parents=True, exist_ok=True)
         saved = asdict(replace(config, resume=None, output_dir=str(self.folder)))
         write_whole(self.folder / "config.json", json.dumps(saved, indent=1))
-        steps = [int(p.name.partition("-")[2]) for p in self.folder.glob("checkpoint-*") if p.name[11:].isdigit()]
-        self.step = max(steps, default=0) if config.resume else 0
+        self.step = last_checkpoint(self.folder) if config.resume else 0
         for name in ("metrics", "samples"):  # lines written after the checkpoint will be written again
             path = self.folder / f"{name}.jsonl"
             rows = read_jsonl(path) if path.exists() else []
@@ -536,6 +535,11 @@ def refuse_taken(config: Config) -> None:
     """Raise ValueError where --output_dir holds something: nothing is ever overwritten."""
     if not config.resume and (folder := Path(config.output_dir)).exists() and any(folder.iterdir()):
         raise ValueError(f"--output_dir {folder} is not empty. Choose another, or go on with it: --resume {folder}")
+
+
+def last_checkpoint(folder: Path) -> int:
+    """N of the newest complete checkpoint-N in a run folder, 0 if there is none; drafts of a killed save do not count."""
+    return max((int(p.name[11:]) for p in folder.glob("checkpoint-*") if p.name[11:].isdigit()), default=0)
 
 
 def write_whole(path: Path, text: str) -> None:
