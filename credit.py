@@ -231,7 +231,7 @@ def random_direction(x: CreditInputs) -> Credit:
 def p2t(x: CreditInputs, omega: float = 0.6, alpha: float = 0.1) -> Credit:
     """P2T (Wu et al., CVPR 2026) as DATC's comparison runs it: r_t = R + ω R softmax_t(<f_t, e_t - e_null>), Ã_t = A + α r_t.
 
-    e_null is the reward model's pad embedding. The paper's comparison also has α = 1. R is raw, so a reward model whose
+    e_null is the reward model's pad embedding. α is 0.1 for short answers. R is raw, so a reward model whose
     scores are all negative pushes every token down, whatever A says; P2T itself is an optimiser of its own, of which this
     is the credit.
     """
@@ -239,6 +239,12 @@ def p2t(x: CreditInputs, omega: float = 0.6, alpha: float = 0.1) -> Credit:
     share = evidence.masked_fill(~x.response_mask, -torch.inf).softmax(-1)
     reward = x.rewards[:, None] * (1 + omega * share)
     return Credit(((x.advantages[:, None] + alpha * reward) * x.response_mask).to(x.advantages.dtype))
+
+
+@credit_method("p2t_long", needs=tuple(p2t.needs))
+def p2t_long(x: CreditInputs) -> Credit:
+    """P2T with the α of the comparison's long answers, 1.0."""
+    return p2t(x, alpha=1.0)
 
 
 def reward_differences(x: CreditInputs) -> Tensor:

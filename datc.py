@@ -175,12 +175,16 @@ def work_on_support(logits: Tensor, own: Tensor, value: Tensor) -> Tensor:
     return (g * update_direction(probs, own)).sum(-1)
 
 
-def candidates(logits: Tensor, token_ids: Tensor, top_k: int) -> Tensor:
-    """The tokens to substitute, (N, V) -> (N, S): the policy's top k and, last, the sampled one; all V where top_k is 0."""
+def candidates(logits: Tensor, token_ids: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The tokens to substitute: the policy's top k and the sampled one, last; the whole vocabulary where top_k is 0.
+
+    Args: logits (N, V), token_ids (N,).  Returns: their ids (N, S), where the sampled one stands (N,), their logits (N, S).
+    """
     if not top_k or top_k >= logits.shape[-1] - 1:
-        return torch.arange(logits.shape[-1], device=logits.device).expand(len(logits), -1)
+        return torch.arange(logits.shape[-1], device=logits.device).expand(len(logits), -1), token_ids, logits
     others = logits.scatter(1, token_ids[:, None], -torch.inf)
-    return torch.cat([others.topk(top_k).indices, token_ids[:, None]], 1)
+    ids = torch.cat([others.topk(top_k).indices, token_ids[:, None]], 1)
+    return ids, torch.full_like(token_ids, top_k), logits.gather(1, ids)
 
 
 @torch.no_grad()

@@ -24,7 +24,7 @@ from tqdm import tqdm
 import tiny
 import train
 from datc import candidates, expected_embedding, work, work_on_support
-from grpo import Rollout, clipped_surrogate, group_advantages, response_hidden, sample, shared_vocabulary
+from grpo import Rollout, clipped_surrogate, group_advantages, response_advantages, response_hidden, sample, shared_vocabulary
 from load import load_policy, load_prompts, load_reward_model, load_rows, load_tokenizer
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -342,60 +342,70 @@ def with_needs(method: Callable, extra: set[str]) -> Callable:
 
 
 def fidelity(args: argparse.Namespace, flags: list[str]) -> None:
-    """Spearman of first-order and exact work over each response's free tokens, for several points of the gradient."""
+    """Spearman with the exact work over each response's free tokens: of the first-order work, and of what a method pushes."""
     config, m = models_of(flags, trainable=False)
     policy, model, tokenizer = m["policy"], m["reward_model"], m["tokenizer"]
     model.reward_batch = args.batch
     vocabulary = shared_vocabulary(policy, tokenizer, model.size)
-    head, table = policy.get_output_embeddings().weight[: vocabulary.size].detach(), model.embedding[: vocabulary.size]
+    learner = train.Learner(policy, model, vocabulary, config)
+    table = model.embedding[: vocabulary.size]  # (V, D)
     groups = -(-args.responses // config.group_size)
     torch.manual_seed(config.seed)
-    prompts = train.choose_prompts(m["prompts"], 0, replace(config, prompts_per_rollout=groups))
-    rollout = sample(
-        policy, tokenizer, prompts, vocabulary, config.group_size, config.max_response_tokens,
-        config.temperature, config.sample_batch, **config.template,
-    )  # fmt: skip
-    chosen = [r for r in rollout.split(1) if r.free_mask.sum() >= 3][: args.responses]
+    rollout = learner.sample(tokenizer, train.choose_prompts(m["prompts"], 0, replace(config, prompts_per_rollout=groups)))
+    pushes = {name: pushed(name, learner, rollout) for name in args.credit}
+    rows = list(enumerate(rollout.split(1)))
+    chosen = [(i, one) for i, one in rows if one.free_mask.sum() >= 3][: args.responses]
     size = args.top_k + 1 if args.top_k and args.top_k < vocabulary.size - 1 else vocabulary.size
-    total = sum(r.free_mask.sum().item() for r in chosen) * size
+    total = sum(one.free_mask.sum().item() for _, one in chosen) * size
     print(
         f"{len(chosen)} responses, {total} substituted texts = {-(-total // args.batch)} reward-model passes of {args.batch}."
     )
     paths = [[float(a) for a in point.split(",")] for point in args.points]
-    found: dict[str, list[float]] = {name: [] for name in [*args.points, "prefix differences"]}
+    found: dict[str, list[float]] = {name: [] for name in [*args.points, "prefix differences", *args.credit]}
     cosines: list[float] = []
     bar = tqdm(total=total, desc="substituted texts", dynamic_ncols=True)
-    for one in chosen:
+    for i, one in chosen:
         free = one.free_mask[0]
-        places = free.nonzero()[:, 0]
+        ids = one.response_ids[0, free]
         with torch.no_grad():
             hidden = response_hidden(policy, one)  # (1, T, H)
-            logits = hidden[0, free] @ head.T / config.temperature  # (N, V)
-        ids = one.response_ids[0, free]
-        allowed = candidates(logits, ids, args.top_k)  # (N, S)
-        own = (allowed == ids[:, None]).long().argmax(-1)  # (N,) where the sampled token stands among them
-        support = logits.gather(1, allowed)  # (N, S) p renormalised on them
-        exact = work_on_support(support, own, model.substituted(one, places, allowed))
+            logits = hidden[0, free] @ learner.lm_head.T / config.temperature  # (N, V)
+        allowed, own, support = candidates(logits, ids, args.top_k)  # (N, S), (N,), (N, S); p is renormalised on them
+        exact = work_on_support(support, own, model.substituted(one, free.nonzero()[:, 0], allowed))
         bar.update(allowed.numel())
-        expected = expected_embedding(hidden[0], head, table, config.temperature)[None]  # (1, T, D)
+        expected = expected_embedding(hidden[0], learner.lm_head, table, config.temperature)[None]  # (1, T, D)
         for name, alphas in zip(args.points, paths, strict=True):
             f = model.grad(one, expected, alphas)[0, free].double()  # (N, D)
             value = torch.stack([table[row].double() @ g for row, g in zip(allowed, f, strict=True)])  # (N, S)
             append_rank_correlation(found[name], work_on_support(support, own, value), exact)
             if alphas == [1.0]:
                 cosines += torch.cosine_similarity(f, table[ids].double()).abs().tolist()
-        difference = model.prefix_scores(one).diff(dim=-1)[0, free]
-        append_rank_correlation(found["prefix differences"], difference, exact)
+        append_rank_correlation(found["prefix differences"], model.prefix_scores(one).diff(dim=-1)[0, free], exact)
+        for name, push in pushes.items():
+            append_rank_correlation(found[name], push[i][free], exact)
     bar.close()
     costs = {n: f"{len(a)} + {len(a)}" if a != [1.0] else "0 + 1" for n, a in zip(args.points, paths, strict=True)}
-    costs["prefix differences"] = "1 + 0"
+    costs |= {"prefix differences": "1 + 0"} | dict.fromkeys(args.credit, "")
     rows = [[n, len(v), statistics.fmean(v), standard_error(v), costs[n]] for n, v in found.items() if v]
     print_table(["evidence", "responses", "fidelity", "standard error", "extra forward + backward"], rows)
     if cosines:
         chance = math.sqrt(2 / (math.pi * table.shape[1]))
         cosine, width = statistics.fmean(cosines), table.shape[1]
         print(f"\nMean |cos(f, e)| at the sample: {cosine:.3f}; chance in {width} dimensions: {chance:.3f}.")
-    print(advice(rows))
+    print(advice([r for r in rows if r[0] not in args.credit]))
+
+
+def pushed(name: str, learner: train.Learner, rollout: Rollout) -> Tensor:
+    """Ã_t (B, T) of a credit method: it should push a token up the more, or down the less, the more that gains."""
+    config = replace(learner.config, credit=name)
+    rewards, _ = learner.reward_model.score(rollout)
+    lengths = rollout.response_mask.sum(-1)
+    advantages, sharpness = response_advantages(
+        config.advantage, rewards, lengths, config.group_size, config.max_response_tokens
+    )
+    own = train.Learner(learner.policy, learner.reward_model, learner.vocabulary, config)
+    micros = train.Scored(rollout, rewards, advantages, None, None, sharpness).split(config.micro_batch)
+    return own.decide(list(micros), 0, torch.Generator().manual_seed(config.seed))[1].token_advantages
 
 
 def append_rank_correlation(into: list[float], d: Tensor, exact: Tensor) -> None:
@@ -643,6 +653,7 @@ def commands() -> argparse.ArgumentParser:
     p.add_argument("--responses", type=int, default=32)
     p.add_argument("--top_k", type=int, default=0, help="alternatives a token: the policy's top k; 0 = the whole vocabulary")
     p.add_argument("--points", nargs="+", default=["1.0", "0.75", "0.5", "0.25", "0.25,0.75"], help="choices of --grad_at")
+    p.add_argument("--credit", nargs="+", default=[], help="credit methods whose Ã to rank as well")
     p.add_argument("--batch", type=int, default=64, help="substituted texts per reward-model pass")
     p = command(answers)
     p.add_argument("model", help="run folder, model directory or hub id")

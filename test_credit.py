@@ -308,6 +308,8 @@ def test_p2t_is_its_formula_and_is_seen_to_flip_signs():
     n = response[0].sum()
     share = (f[0, :n] * (e[0, :n] - e[0, 0])).sum(-1).softmax(-1)
     close(a[0, :n], advantages[0] - 2.0 * (1 + 0.6 * share), 1e-5)
+    long = run_with("p2t_long", advantages, response, rewards=rewards, **evidence).token_advantages
+    close(long - advantages[:, None] * response, 10 * (a - advantages[:, None] * response), 1e-5)
     up = (advantages[:, None] > 0) & response
     assert (a[up] < 0).any(), "a good response under a negative reward model is pushed down"
     assert (a.sum(-1) / response.sum(-1) - advantages).abs().min() > 1
@@ -484,9 +486,11 @@ def test_work_on_the_whole_vocabulary_as_support_is_the_work():
     logits = hidden @ head.T
     d = datc.work_on_support(logits, ids, grad @ embedding.T)
     close(d, datc.work_dense(logits, ids, grad, embedding), 1e-10)
-    few = datc.candidates(logits, ids, 3)
+    few, own, support = datc.candidates(logits, ids, 3)
     assert few.shape == (5, 4) and torch.equal(few[:, -1], ids) and all(len(set(r)) == 4 for r in few.tolist())
-    assert datc.candidates(logits, ids, 0).shape == (5, 37)
+    assert torch.equal(few.gather(1, own[:, None])[:, 0], ids) and torch.equal(support, logits.gather(1, few))
+    everything, own, support = datc.candidates(logits, ids, 0)
+    assert everything.shape == (5, 37) and torch.equal(own, ids) and torch.equal(support, logits)
 
 
 def test_the_streamed_expected_embedding_is_the_dense_one(monkeypatch):
@@ -1330,6 +1334,7 @@ def test_eval_gain_fidelity_and_cost_print_their_tables(pair, tmp_path, capsys):
     assert "| 3 " in out and "Pearson" in out and (tmp_path / "g.png").exists()
     out = evaluated(capsys, "fidelity", *model_flags(pair), "--responses", 3, "--top_k", 4, "--points", "1.0", "0.25,0.75")
     assert "| 0.25,0.75" in out and "prefix differences" in out and "--grad_at" in out and "chance in 32" in out
+    assert "random_direction" not in out
     texts = int(out.split(" substituted")[0].split()[-1])
     assert texts % 5 == 0 and f"{-(-texts // 64)} reward-model passes" in out
     out = evaluated(capsys, "cost", *model_flags(pair), "--rollouts", 1, "--no_work")
@@ -1346,8 +1351,15 @@ def test_a_linear_reward_models_first_order_work_is_perfectly_faithful(pair, cap
             return total.gather(1, places)
 
     monkeypatch.setattr(load, "RewardModel", Linear)
-    out = evaluated(capsys, "fidelity", *model_flags(pair), "--responses", 3, "--points", "1.0")
-    assert "| 1.0                | 3         | 1 " in out, out
+    command = ["fidelity", *model_flags(pair), "--responses", 4, "--points", "1.0", "--credit"]
+    out = evaluated(capsys, *command, "datc", "inverted", "oracle", "grpo", "random_direction", "entropy", "red_band")
+    measured = {
+        row[1].strip(): float(row[3])
+        for row in (line.split("|") for line in out.splitlines())
+        if len(row) > 5 and row[2].strip().isdigit()
+    }
+    assert measured["1.0"] == measured["datc"] == 1 and measured["inverted"] == -1
+    assert "grpo" not in measured and abs(measured["random_direction"]) < 0.9 and "entropy" in measured
 
 
 def test_ranks_average_ties_and_spearman_is_theirs():

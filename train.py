@@ -244,7 +244,8 @@ class Learner:
         self.method: CreditMethod = get_credit_method(config.credit)
         self.weights = [p for p in policy.parameters() if p.requires_grad]
         self.mark_start()
-        self.optimizer = torch.optim.AdamW(self.weights, lr=config.learning_rate, weight_decay=config.weight_decay)
+        group = {"params": self.weights, "lr": config.learning_rate, "weight_decay": config.weight_decay}
+        self.optimizer = torch.optim.AdamW([group])
         self.needs_gradient = bool(self.method.needs & {"work", "work_magnitude", "reward_grad"})
         self.grad_at_sample = self.needs_gradient and set(config.grad_at) == {1.0}  # the scoring pass gives it
 
@@ -331,12 +332,15 @@ class Learner:
         if len(places):
             ids = one.response_ids[0, places]
             logits = hidden[places] @ self.lm_head.T / self.config.temperature  # (N, V)
-            allowed = candidates(logits, ids, top_k)  # (N, S)
-            own = (allowed == ids[:, None]).long().argmax(-1)
-            out[0, places] = work_on_support(
-                logits.gather(1, allowed), own, self.reward_model.substituted(one, places, allowed)
-            )
+            allowed, own, support = candidates(logits, ids, top_k)  # (N, S), (N,), (N, S)
+            out[0, places] = work_on_support(support, own, self.reward_model.substituted(one, places, allowed))
         return out
+
+    @torch.no_grad()
+    def decide(self, micros: list[Scored], step: int, generator: torch.Generator) -> tuple[list[CreditInputs], Credit]:
+        """The credit of a whole rollout in one call of the method, and what it read of each micro-batch."""
+        inputs = [self.evidence(m, *self.forward(m.rollout), step, generator) for m in micros]
+        return inputs, self.method(join_inputs(inputs))
 
     def update(self, scored: Scored, step: int, clock: Clock) -> tuple[dict[str, float], Credit, CreditInputs, Tensor]:
         """(2) to (7): credit and one clipped step (per epoch). Returns metrics and, for the log, credit and log-probs."""
@@ -348,9 +352,9 @@ class Learner:
         old_logp: list[Tensor] = []
         totals: dict[str, float] = defaultdict(float)
         if "whole_batch" in self.method.needs:
-            with clock("credit"), torch.no_grad():
-                inputs = [self.evidence(m, *self.forward(m.rollout), step, generator) for m in micros]
-                credits = split_credit(self.method(join_inputs(inputs)), config.micro_batch)
+            with clock("credit"):
+                inputs, whole = self.decide(micros, step, generator)
+                credits = split_credit(whole, config.micro_batch)
         for epoch in range(config.epochs):
             for i, micro in enumerate(micros):
                 mask = micro.rollout.response_mask
