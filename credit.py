@@ -190,7 +190,7 @@ def datc(x: CreditInputs) -> Credit:
 
 @credit_method("oracle", needs=("exact_work",))
 def oracle(x: CreditInputs) -> Credit:
-    """Upper bound: DATC with the exact work, from one reward-model text for each of 9 candidates at every token."""
+    """What a perfect gradient would give: DATC with the exact work, one text scored for each of 9 candidates a token. [ours]"""
     return banded(x, x.exact_work)
 
 
@@ -224,16 +224,15 @@ def random_direction(x: CreditInputs) -> Credit:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What the paper compares with. Additive methods keep neither the sign nor the mean of A.
+# What the paper compares with. The additive ones can turn A's sign: RED keeps its mean, P2T not even that.
 
 
 @credit_method("p2t", needs=("reward_grad", "token_embedding", "null_embedding"))
 def p2t(x: CreditInputs, omega: float = 0.6, alpha: float = 0.1) -> Credit:
     """P2T (Wu et al., CVPR 2026) as DATC's comparison runs it: r_t = R + ω R softmax_t(<f_t, e_t - e_null>), Ã_t = A + α r_t.
 
-    e_null is the reward model's pad embedding. α is 0.1 for short answers. R is raw, so a reward model whose
-    scores are all negative pushes every token down, whatever A says; P2T itself is an optimiser of its own, of which this
-    is the credit.
+    e_null is the reward model's pad embedding; α is 0.1 for short answers. R is raw, so a negative R pulls every token of
+    the response down, and turns A > 0 where A < α |R| (1 + ω share). P2T's own optimiser is not reproduced.
     """
     evidence = (x.reward_grad * (x.token_embedding - x.null_embedding)).sum(-1)  # (B, T)
     share = evidence.masked_fill(~x.response_mask, -torch.inf).softmax(-1)
@@ -254,9 +253,9 @@ def reward_differences(x: CreditInputs) -> Tensor:
 
 @credit_method("red", needs=("prefix_scores",))
 def red(x: CreditInputs) -> Credit:
-    """RED (Li et al., EMNLP 2025, arXiv 2411.08302) as DATC's comparison runs it: Ã_t = A + r̃_t - mean r̃, no clipping.
+    """RED (Li et al., EMNLP 2025, arXiv 2411.08302) as DATC's comparison runs it: Ã_t = A + r̃_t - mean r̃, r̃ unclipped. [dev]
 
-    Its arm takes A from `--advantage rloo`. RED's own paper uses r̃_t as the token reward of PPO, with a value model. [dev]
+    Its arm takes A from `--advantage rloo`. RED's own paper uses r̃_t as the token reward of PPO, with a value model.
     """
     r = reward_differences(x)
     mean = r.sum(-1, keepdim=True) / x.response_mask.sum(-1, keepdim=True)
@@ -290,9 +289,10 @@ def entropy(x: CreditInputs, share: float = 0.2) -> Credit:
 def delta(x: CreditInputs) -> Credit:
     """DelTA (arXiv 2605.21467): tokens whose gradient is typical of their side, and not of the other, weigh a little more.
 
-    v_t = (1 - p_t(a)) h_t; μ± = Σ max(±A, 0) v / Σ max(±A, 0); margin = ‖v - μ∓‖² - ‖v - μ±‖²; w = 0.8 + 0.4 sigmoid(margin
-    / γ), γ the std of the side's margins; then mean one over the batch's tokens. Signs hold, w stays near [0.8, 1.2]; a
-    response's mean does not.
+    v_t = (1 - p_t(a)) h_t, the gradient of log p_t(a) in the sampled token's own row of lm_head;
+    μ± = Σ max(±A, 0) v / Σ max(±A, 0); margin = ‖v - μ∓‖² - ‖v - μ±‖²; w = 0.8 + 0.4 sigmoid(margin / γ), γ the std of the
+    side's margins; then mean one over the batch's tokens. Signs hold, w stays within [2/3, 3/2], a response's mean does not
+    hold. Reconstructed from these formulas.
     """
     mask = x.response_mask
     v = ((1 - x.sampled_prob)[..., None] * x.hidden)[mask]  # (N, H)

@@ -24,7 +24,7 @@ from tqdm import tqdm
 import tiny
 import train
 from datc import candidates, expected_embedding, work, work_on_support
-from grpo import Rollout, clipped_surrogate, group_advantages, response_advantages, response_hidden, sample, shared_vocabulary
+from grpo import Rollout, clipped_surrogate, response_hidden, sample, shared_vocabulary
 from load import load_policy, load_prompts, load_reward_model, load_rows, load_tokenizer
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -282,7 +282,8 @@ def predicted_gains(learner: train.Learner, rollout: Rollout, step: int) -> tupl
     """X, DATC's predicted gain over GRPO with independent logits, and P, the same through the shared parameters."""
     config, mask = learner.config, rollout.response_mask
     rewards, grad = learner.reward_model.score(rollout, with_grad=learner.grad_at_sample)
-    scored = train.Scored(rollout, rewards, group_advantages(rewards, rollout.group_size), grad, None)
+    advantages, sharpness = learner.advantages(rollout, rewards)
+    scored = train.Scored(rollout, rewards, advantages, grad, None, sharpness)
     hidden, logp, entropy = learner.forward(rollout)
     generator = torch.Generator().manual_seed(step)
     inputs = learner.evidence(scored, hidden.detach(), logp.detach(), entropy, step, generator)
@@ -397,15 +398,12 @@ def fidelity(args: argparse.Namespace, flags: list[str]) -> None:
 
 def pushed(name: str, learner: train.Learner, rollout: Rollout) -> Tensor:
     """Ã_t (B, T) of a credit method: it should push a token up the more, or down the less, the more that gains."""
-    config = replace(learner.config, credit=name)
+    own = train.Learner(learner.policy, learner.reward_model, learner.vocabulary, replace(learner.config, credit=name))
     rewards, _ = learner.reward_model.score(rollout)
-    lengths = rollout.response_mask.sum(-1)
-    advantages, sharpness = response_advantages(
-        config.advantage, rewards, lengths, config.group_size, config.max_response_tokens
-    )
-    own = train.Learner(learner.policy, learner.reward_model, learner.vocabulary, config)
-    micros = train.Scored(rollout, rewards, advantages, None, None, sharpness).split(config.micro_batch)
-    return own.decide(list(micros), 0, torch.Generator().manual_seed(config.seed))[1].token_advantages
+    advantages, sharpness = own.advantages(rollout, rewards)
+    scored = train.Scored(rollout, rewards, advantages, None, None, sharpness)
+    _, credit = own.decide(list(scored.split(own.config.micro_batch)), 0, torch.Generator().manual_seed(own.config.seed))
+    return credit.token_advantages
 
 
 def append_rank_correlation(into: list[float], d: Tensor, exact: Tensor) -> None:
@@ -522,8 +520,8 @@ def cost(args: argparse.Namespace, flags: list[str]) -> None:
                 rewards, grad = m["reward_model"].score(rollout, with_grad=learner.grad_at_sample)
             with own("update"):
                 reference = learner.reference_logp(rollout) if config.beta else None
-                advantages = group_advantages(rewards, rollout.group_size)
-                learner.update(train.Scored(rollout, rewards, advantages, grad, reference), step, own)
+                advantages, sharpness = learner.advantages(rollout, rewards)
+                learner.update(train.Scored(rollout, rewards, advantages, grad, reference, sharpness), step, own)
             if step:  # the first is warm-up
                 spent[name].append({"sample": clock.seconds["sample"], **own.seconds})
     phases = ["sample", "score", "credit", "update"]
@@ -569,7 +567,7 @@ def compare(args: argparse.Namespace, flags: list[str]) -> None:
                 out = Path(args.folder) / base.preset / f"{name}-{rate:g}-s{seed}"
                 grad_at = [float(a) for a in points.split(",")] if points else [1.0]
                 config = replace(base, credit=credit, grad_at=grad_at, learning_rate=rate, seed=seed, output_dir=str(out))
-                train.check_config(config)
+                train.check_config(train.settle(config))
                 if (out / "config.json").exists():
                     refuse_other(str(out), config)
                 if not (out / "final").exists():

@@ -48,11 +48,15 @@ def response_advantages(
 ) -> tuple[Tensor, Tensor]:
     """A by `--advantage`, and the sharpness that the allocation (6) reads in place of A; both (B,).
 
-    grpo: (1), R standardised in its group.  rank_normal: Φ⁻¹((rank - ½) / G), ties averaged (TACE, S1): blind to the
-    reward's scale. rloo: R minus the mean of the others.  dr_grpo: R minus the mean, times T_i / T_max, which turns the
-    per-response token mean of (7) into a sum over one fixed length.  The first two have unit scale, so |A| is a sharpness
-    as it stands; the last two are in the reward's unit, so the sharpness is A over its root mean square in the batch, and
-    only there.
+    grpo: (1), R standardised in its group.
+    rank_normal: Φ⁻¹((rank - ½) / G), ties averaged (TACE, S1): blind to the reward's scale.
+    rloo: R minus the mean of the others.
+    dr_grpo: R minus the mean, times T_i / T_max, which turns the per-response token mean of (7) into a sum over one fixed
+    length; `entropy`, which has a length of its own, then counts T_i twice.
+
+    (6) reads |A| as sharpness. grpo's has a root mean square of 1 in every group, rank_normal's of 0.67, 0.84 and 0.92 at
+    G = 2, 4 and 8: both stand as they are. The other two are in the reward's unit, so the sharpness, and nothing else, is
+    R minus the mean over its root mean square in the batch: how good a response was, not how long.
 
     Args:
         lengths: (B,) tokens of each response; read by dr_grpo.
@@ -67,18 +71,20 @@ def response_advantages(
     ties = (standard.view_as(groups) == 0).all(-1, keepdim=True)
     centred = (groups - groups.mean(-1, keepdim=True)).masked_fill(ties, 0.0)
     if estimator == "rank_normal":
-        below = (groups[:, None] < groups[..., None]).sum(-1) + 0.5 * (groups[:, None] == groups[..., None]).sum(-1)
+        ahead = groups[..., None] - groups[:, None]  # (B/G, G, G)
+        near = ahead.abs() <= 1e-5 * groups.abs().amax(-1).clamp(min=1.0)[:, None, None]  # the tie of (1), between two
+        below = ((ahead > 0) & ~near).sum(-1) + 0.5 * near.sum(-1)  # rank - 1/2, with ties at their average rank
         normal = torch.special.ndtri(below / group_size).masked_fill(ties, 0.0).flatten().to(rewards.dtype)
-        return normal, normal  # below = rank - 1/2, with ties at their average rank
+        return normal, normal
+    centred = centred.flatten()  # (B,)
+    sharpness = centred / centred.square().mean().sqrt().clamp(min=torch.finfo(centred.dtype).tiny)
     if estimator == "rloo":
-        advantages = centred.flatten() * group_size / (group_size - 1)
+        advantages = centred * group_size / (group_size - 1)
     elif estimator == "dr_grpo":
-        advantages = centred.flatten() * lengths / max_length
+        advantages = centred * lengths / max_length
     else:
         raise ValueError(f"--advantage {estimator!r} is unknown. Known: {', '.join(ADVANTAGES)}.")
-    advantages = advantages.to(rewards.dtype)
-    scale = advantages.square().mean().sqrt().clamp(min=torch.finfo(rewards.dtype).tiny)
-    return advantages, advantages / scale
+    return advantages.to(rewards.dtype), sharpness.to(rewards.dtype)
 
 
 ADVANTAGES = ("grpo", "dr_grpo", "rloo", "rank_normal")
@@ -352,7 +358,7 @@ def clipped_surrogate(
     """-J of (7): the clipped policy-gradient loss with one advantage a token.
 
     With one optimizer step a rollout old_logp = logp, so the ratio is exactly 1, nothing clips, and the loss is near 0
-    (advantages sum to 0 in a group) while its gradient is not.
+    (GRPO's advantages sum to 0 in a group) while its gradient is not.
 
     Args:
         logp, old_logp, token_advantages: (B, T); only logp has a graph.

@@ -295,7 +295,15 @@ def test_every_banded_method_keeps_sign_mean_and_band(name):
     assert (a[response].sign() == advantages[:, None].expand_as(a)[response].sign()).all()
     close(a.sum(-1) / response.sum(-1), advantages, 1e-5)
     assert (w[response] <= 4).all() and (w[response] >= 0.25).all() and (a[~response] == 0).all()
-    assert name == "oracle" or not torch.equal(a, run_with("grpo", advantages, response).token_advantages)
+    assert not torch.equal(a, run_with("grpo", advantages, response).token_advantages)
+
+
+def test_red_band_and_the_oracle_are_datc_with_other_evidence():
+    work, advantages, response, free = random_case(19)
+    datc_weights = run_with("datc", advantages, response, free, work=work * response).weights
+    prefix = 5 + torch.cat([torch.zeros(len(work), 1), (work * response).cumsum(-1)], 1)
+    close(run_with("red_band", advantages, response, free, prefix_scores=prefix).weights, datc_weights, 1e-2)
+    assert torch.equal(run_with("oracle", advantages, response, free, exact_work=work).weights, datc_weights)
 
 
 def test_p2t_is_its_formula_and_is_seen_to_flip_signs():
@@ -320,6 +328,8 @@ def test_red_adds_centred_reward_differences_and_keeps_the_mean_but_not_the_sign
     work, advantages, response, _ = random_case(15)
     scores = torch.cat([torch.zeros(len(work), 1), (work * 1e3 * response).cumsum(-1)], 1)
     a = run_with("red", advantages, response, prefix_scores=scores).token_advantages
+    r = work * 1e3 * response
+    close(a, (advantages[:, None] + r - r.sum(-1, keepdim=True) / response.sum(-1, keepdim=True)) * response, 1e-3, 1e-4)
     close(a.sum(-1) / response.sum(-1), advantages, 1e-3, 1e-5)
     assert (a[response].sign() != advantages[:, None].expand_as(a)[response].sign()).any()
 
@@ -334,6 +344,8 @@ def test_entropy_lets_only_the_most_uncertain_fifth_learn_as_one_mean_over_them(
     ratio = torch.rand(response.shape) + 0.5
     folded = grpo.response_mean(ratio * a, response, len(a))
     close(folded, (ratio * advantages[:, None])[chosen].mean(), 1e-5)
+    assert (a[chosen].sign() == advantages[:, None].expand_as(a)[chosen].sign()).all()
+    assert (a.sum(-1) / response.sum(-1) - advantages).abs().max() > 0.1, "a response's mean does not hold"
 
 
 def test_delta_weighs_tokens_typical_of_their_side_more_and_averages_one_over_the_batch():
@@ -347,8 +359,28 @@ def test_delta_weighs_tokens_typical_of_their_side_more_and_averages_one_over_th
     assert (out.token_advantages.sign() == advantages[:, None]).all()
 
 
+def test_delta_is_its_formula_token_by_token_and_keeps_sign_and_bounds_but_not_a_responses_mean():
+    _, advantages, response, _ = random_case(20)
+    g = torch.Generator().manual_seed(4)
+    hidden, p = torch.randn(*response.shape, 6, generator=g).double(), torch.rand(response.shape, generator=g).double()
+    out = run_with("delta", advantages.double(), response, hidden=hidden, sampled_prob=p)
+    tokens = [(a, (1 - p[i, t]) * hidden[i, t]) for i, a in enumerate(advantages) for t in range(response[i].sum())]
+    mean = {s: sum(max(s * a, 0) * v for a, v in tokens) / sum(max(s * a, 0) for a, _ in tokens) for s in (1, -1)}
+    sides = [1 if a > 0 else -1 for a, _ in tokens]
+    margin = torch.stack(
+        [((v - mean[-s]) ** 2).sum() - ((v - mean[s]) ** 2).sum() for s, (_, v) in zip(sides, tokens, strict=True)]
+    )
+    sides = torch.tensor(sides)
+    gamma = torch.where(sides > 0, margin[sides > 0].std(correction=0), margin[sides < 0].std(correction=0))
+    w = 0.8 + 0.4 * torch.sigmoid(margin / gamma)
+    w = w / w.mean()
+    close(out.weights[response], w, 1e-6)
+    assert w.min() >= 2 / 3 and w.max() <= 3 / 2
+    assert (out.weights.sum(-1) / response.sum(-1) - 1).abs().max() > 0.01, "a response's mean does not hold"
+
+
 def test_advantage_estimators_are_their_formulas():
-    rewards, lengths = torch.tensor([1.0, 2.0, 2.0, 7.0, 5.0, 5.0, 5.0, 5.0]), torch.tensor([4, 8, 2, 8] * 2)
+    rewards, lengths = torch.tensor([1.0, 2.0, 2.0 + 1e-6, 7.0, 5.0, 5.0, 5.0, 5.0]), torch.tensor([4, 8, 2, 8] * 2)
 
     def advantages(name):
         return grpo.response_advantages(name, rewards, lengths, 4, 16)
@@ -357,10 +389,11 @@ def test_advantage_estimators_are_their_formulas():
     a, sharp = advantages("rloo")
     close(a[:4], torch.tensor([1 - 11 / 3, 2 - 10 / 3, 2 - 10 / 3, 7 - 5 / 3]), 1e-5)
     close(sharp.square().mean(), 1.0, 1e-5)
-    a, _ = advantages("dr_grpo")
-    close(a[:4], torch.tensor([-2.0, -1.0, -1.0, 4.0]) * lengths[:4] / 16, 1e-6)
+    a, also_sharp = advantages("dr_grpo")
+    close(a[:4], torch.tensor([-2.0, -1.0, -1.0, 4.0]) * lengths[:4] / 16, 1e-5)
+    close(also_sharp, sharp, 1e-6)  # how good a response was, not how long
     a, sharp = advantages("rank_normal")
-    close(a[:4], torch.special.ndtri(torch.tensor([0.125, 0.5, 0.5, 0.875])), 1e-5, 1e-6)
+    close(a[:4], torch.special.ndtri(torch.tensor([0.125, 0.5, 0.5, 0.875])), 1e-5, 1e-6)  # ranks ignore rounding
     close(sharp, a, 0)
     for name in grpo.ADVANTAGES:
         assert (advantages(name)[0][4:] == 0).all(), "ties get nothing"
@@ -1008,11 +1041,12 @@ def gradient(pair, micro_batch, method="datc", **extra):
     policy, model = make_policy(), make_reward_model()
     learner = train.Learner(policy, model, shared_vocabulary(policy, TOKENIZER), config)
     rollout = make_rollout(policy, PROMPTS, group_size=4)
-    rewards, grad = model.score(rollout, with_grad=True)
+    rewards, grad = model.score(rollout, with_grad=learner.grad_at_sample)
+    advantages, sharpness = learner.advantages(rollout, rewards)
     kept = {}
     learner.optimizer.step = lambda: kept.update({n: p.grad.clone() for n, p in policy.named_parameters()})
     reference = learner.reference_logp(rollout) - 0.1 * rollout.response_mask
-    scored = train.Scored(rollout, rewards, group_advantages(rewards, 4), grad if learner.grad_at_sample else None, reference)
+    scored = train.Scored(rollout, rewards, advantages, grad, reference, sharpness)
     metrics, *_ = learner.update(scored, 0, train.Clock("cpu"))
     return kept, metrics
 
@@ -1023,11 +1057,12 @@ def whole_batch_for_tests(x):
     return credit.multiplicative(x, x.response_mask * x.entropy / x.entropy.max())
 
 
-@pytest.mark.parametrize("method", ["datc", "shuffle", "whole_batch_for_tests"])
+@pytest.mark.parametrize("method", credit.CREDIT)
 def test_micro_batches_of_any_size_give_the_same_gradient(pair, method):
-    whole, metrics = gradient(pair, 12, method)
-    for size in (3, 5):
-        parts, m = gradient(pair, size, method)
+    extra = {"advantage": "rloo"} if method == "red" else {}
+    whole, metrics = gradient(pair, 12, method, **extra)
+    for size in (5,) if method == "oracle" else (3, 5):
+        parts, m = gradient(pair, size, method, **extra)
         for name, g in whole.items():
             close(parts[name], g, 1e-3, 1e-5 * g.abs().max().item())
         assert m.keys() == metrics.keys() and all(abs(m[k] - metrics[k]) < 1e-4 * (1 + abs(metrics[k])) for k in m)
@@ -1290,7 +1325,7 @@ def test_eval_heatmap_is_one_page_with_escaped_text_and_every_token(runs, tmp_pa
 
 
 def test_the_gain_through_shared_parameters_is_the_derivative_along_the_parameter_step(pair):
-    config = replace(train.parse(arguments(pair, "unused")), beta=0.0)
+    config = replace(train.parse(arguments(pair, "unused")), beta=0.0, missing_eos_penalty=0.0)
     policy, model = make_policy("gpt2").double(), make_reward_model("gpt2", double=True)
     learner = train.Learner(policy, model, shared_vocabulary(policy, TOKENIZER), config)
     learner.method = evaluate.with_needs(learner.method, {"reward_grad"})
@@ -1359,6 +1394,9 @@ def test_a_linear_reward_models_first_order_work_is_perfectly_faithful(pair, cap
         if len(row) > 5 and row[2].strip().isdigit()
     }
     assert measured["1.0"] == measured["datc"] == 1 and measured["inverted"] == -1
+    assert measured["red_band"] == measured["prefix differences"]
+    out = evaluated(capsys, *command, "oracle", "--top_k", 8)
+    assert "| oracle             | 4         | 1 " in out
     assert "grpo" not in measured and abs(measured["random_direction"]) < 0.9 and "entropy" in measured
 
 

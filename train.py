@@ -264,6 +264,13 @@ class Learner:
             c.temperature, c.sample_batch, **c.template,
         )  # fmt: skip
 
+    def advantages(self, rollout: Rollout, rewards: Tensor, sigma: float = 0.0) -> tuple[Tensor, Tensor]:
+        """A (1) of each response and its sharpness, both (B,), from the shaped reward, which changes A and never f_t."""
+        c, lengths = self.config, rollout.response_mask.sum(-1)  # (B,)
+        shaped = rewards - c.missing_eos_penalty * ~rollout.stopped - length_window(lengths, sigma * c.length_penalty)
+        floor = sigma * c.advantage_std_floor
+        return response_advantages(c.advantage, shaped, lengths, rollout.group_size, c.max_response_tokens, floor)
+
     def forward(self, rollout: Rollout) -> tuple[Tensor, Tensor, Tensor]:
         """hidden (N, H) of the N response tokens, logp (B, T) and entropy (B, T), 0 on padding."""
         mask = rollout.response_mask
@@ -322,7 +329,7 @@ class Learner:
             step=step,
             generator=generator,
             sharpness=part.sharpness,
-            **{name: found.get(name) if name in needs else None for name in found},
+            **{name: value for name, value in found.items() if name in needs},
         )
 
     def exact_work(self, one: Rollout, hidden: Tensor, top_k: int = 8) -> Tensor:
@@ -340,7 +347,7 @@ class Learner:
     def decide(self, micros: list[Scored], step: int, generator: torch.Generator) -> tuple[list[CreditInputs], Credit]:
         """The credit of a whole rollout in one call of the method, and what it read of each micro-batch."""
         inputs = [self.evidence(m, *self.forward(m.rollout), step, generator) for m in micros]
-        return inputs, self.method(join_inputs(inputs))
+        return inputs, self.method(join(inputs))
 
     def update(self, scored: Scored, step: int, clock: Clock) -> tuple[dict[str, float], Credit, CreditInputs, Tensor]:
         """(2) to (7): credit and one clipped step (per epoch). Returns metrics and, for the log, credit and log-probs."""
@@ -382,7 +389,7 @@ class Learner:
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
             totals["grad_norm"] += norm / config.epochs
-        return dict(totals), join_credit(credits), join_inputs(inputs), torch.cat(old_logp)
+        return dict(totals), join(credits), join(inputs), torch.cat(old_logp)
 
 
 def spread(values: Tensor, mask: Tensor) -> Tensor:
@@ -391,16 +398,11 @@ def spread(values: Tensor, mask: Tensor) -> Tensor:
     return out.masked_scatter(mask.view(*mask.shape, *[1] * (values.dim() - 1)), values)
 
 
-def join_inputs(parts: list[CreditInputs]) -> CreditInputs:
-    """Micro-batches' inputs as one; what has no batch dimension is the same in all."""
-    shared = {"band", "step", "generator", "null_embedding"}
-    names = [f.name for f in fields(CreditInputs) if f.name not in shared and getattr(parts[0], f.name) is not None]
-    return replace(parts[0], **{name: torch.cat([getattr(p, name) for p in parts]) for name in names})
-
-
-def join_credit(parts: list[Credit]) -> Credit:
-    names = [f.name for f in fields(Credit)]
-    return Credit(*(None if getattr(parts[0], n) is None else torch.cat([getattr(p, n) for p in parts]) for n in names))
+def join(parts: list):
+    """Micro-batches' CreditInputs, or Credits, as one; what has no batch dimension is the same in all."""
+    first = {f.name: getattr(parts[0], f.name) for f in fields(parts[0])}
+    batched = [name for name, value in first.items() if isinstance(value, Tensor) and name != "null_embedding"]
+    return replace(parts[0], **{name: torch.cat([getattr(p, name) for p in parts]) for name in batched})
 
 
 def split_credit(credit: Credit, n: int) -> list[Credit]:
@@ -672,13 +674,7 @@ def train(
                     rollout = learner.sample(tokenizer, choose_prompts(prompts, step, config))
                 with clock("score"):
                     rewards, grad = reward_model.score(rollout, with_grad=learner.grad_at_sample)  # (B,), (B, T, D)
-                    shaped = rewards - config.missing_eos_penalty * ~rollout.stopped  # changes A, never f
-                    lengths = rollout.response_mask.sum(-1)  # (B,)
-                    shaped = shaped - length_window(lengths, sigma * config.length_penalty)
-                    advantages, sharpness = response_advantages(  # (1)
-                        config.advantage, shaped, lengths, config.group_size, config.max_response_tokens,
-                        sigma * config.advantage_std_floor,
-                    )  # fmt: skip
+                    advantages, sharpness = learner.advantages(rollout, rewards, sigma)  # (1)
                 with clock("update"):
                     reference = learner.reference_logp(rollout) if config.beta else None
                     scored = Scored(rollout, rewards, advantages, grad, reference, sharpness)
