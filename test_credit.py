@@ -1068,6 +1068,18 @@ def test_micro_batches_of_any_size_give_the_same_gradient(pair, method):
         assert m.keys() == metrics.keys() and all(abs(m[k] - metrics[k]) < 1e-4 * (1 + abs(metrics[k])) for k in m)
 
 
+def test_the_loop_hands_the_sharpness_of_the_estimator_to_the_allocation(pair, monkeypatch):
+    seen = []
+    method = credit.CREDIT["datc"]
+    spy = lambda x: seen.append(x) or method(x)  # noqa: E731
+    spy.needs = method.needs
+    monkeypatch.setitem(credit.CREDIT, "datc", spy)
+    gradient(pair, 12, advantage="rloo")
+    close(seen[0].sharpness.square().mean(), 1.0, 1e-5)
+    close(seen[0].advantages / seen[0].advantages.square().mean().sqrt(), seen[0].sharpness, 1e-5)
+    assert not torch.allclose(seen[0].advantages, seen[0].sharpness)
+
+
 def test_every_trained_weight_gets_a_gradient_and_the_reward_rises(pair, tmp_path):
     gradients, _ = gradient(pair, 6)
     assert all(g.abs().max() > 0 for g in gradients.values()), [n for n, g in gradients.items() if g.abs().max() == 0]
