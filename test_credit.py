@@ -1312,9 +1312,11 @@ def test_eval_reward_sets_models_side_by_side_with_win_rates(pair, runs, capsys)
 def test_eval_plot_and_compare_write_figures_and_tables(pair, runs, tmp_path, capsys):
     out = evaluated(capsys, "plot", runs / "grpo", runs / "datc", "--out", tmp_path / "p.png")
     assert (tmp_path / "p.png").read_bytes()[:4] == b"\x89PNG" and "| datc" in out
-    flags = [*model_flags(pair), "--rollouts", 2, "--credit", "grpo", "datc@0.5", "--seeds", 2, "--folder", tmp_path / "c"]
+    flags = [*model_flags(pair), "--rollouts", 2, "--credit", "grpo", "datc+rloo@0.5", "--seeds", 2, "--folder", tmp_path / "c"]
     out = evaluated(capsys, "compare", *flags, "--out", tmp_path / "c.png")
-    assert out.count("datc@0.5") == 2 and len(list((tmp_path / "c" / "tiny").iterdir())) == 4
+    assert out.count("datc+rloo@0.5") == 2 and len(list((tmp_path / "c" / "tiny").iterdir())) == 4
+    config = evaluate.read_config(tmp_path / "c" / "tiny" / "datc+rloo@0.5-0.0006-s1")
+    assert (config.credit, config.grad_at, config.advantage, config.seed) == ("datc", [0.5], "rloo", 1)
     written = {p: p.stat().st_mtime_ns for p in (tmp_path / "c").rglob("metrics.jsonl")}
     evaluated(capsys, "compare", *flags, "--out", tmp_path / "c.png")
     assert written == {p: p.stat().st_mtime_ns for p in written}, "what is there is not trained again"
