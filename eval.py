@@ -566,7 +566,7 @@ def compare(args: argparse.Namespace, flags: list[str]) -> None:
                 method, _, points = name.partition("@")
                 credit, _, estimator = method.partition("+")
                 out = Path(args.folder) / base.preset / f"{name}-{rate:g}-s{seed}"
-                grad_at = [float(a) for a in points.split(",")] if points else [1.0]
+                grad_at = [float(a) for a in points.split(",")] if points else base.grad_at
                 config = replace(base, credit=credit, grad_at=grad_at, learning_rate=rate, seed=seed, output_dir=str(out))
                 config = replace(config, advantage=estimator or base.advantage)
                 train.check_config(train.settle(config))
