@@ -353,7 +353,7 @@ def fidelity(args: argparse.Namespace, flags: list[str]) -> None:
     groups = -(-args.responses // config.group_size)
     torch.manual_seed(config.seed)
     rollout = learner.sample(tokenizer, train.choose_prompts(m["prompts"], 0, replace(config, prompts_per_rollout=groups)))
-    pushes = {name: pushed(name, learner, rollout) for name in args.credit}
+    pushes = pushed(args.credit, learner, rollout) if args.credit else {}
     rows = list(enumerate(rollout.split(1)))
     chosen = [(i, one) for i, one in rows if one.free_mask.sum() >= 3][: args.responses]
     size = args.top_k + 1 if args.top_k and args.top_k < vocabulary.size - 1 else vocabulary.size
@@ -396,14 +396,17 @@ def fidelity(args: argparse.Namespace, flags: list[str]) -> None:
     print(advice([r for r in rows if r[0] not in args.credit]))
 
 
-def pushed(name: str, learner: train.Learner, rollout: Rollout) -> Tensor:
-    """Ã_t (B, T) of a credit method: it should push a token up the more, or down the less, the more that gains."""
-    own = train.Learner(learner.policy, learner.reward_model, learner.vocabulary, replace(learner.config, credit=name))
+def pushed(names: list[str], learner: train.Learner, rollout: Rollout) -> dict[str, Tensor]:
+    """Ã_t (B, T) of each credit method: it should push a token up the more, or down the less, the more that gains."""
     rewards, _ = learner.reward_model.score(rollout)
-    advantages, sharpness = own.advantages(rollout, rewards)
-    scored = train.Scored(rollout, rewards, advantages, None, None, sharpness)
-    _, credit = own.decide(list(scored.split(own.config.micro_batch)), 0, torch.Generator().manual_seed(own.config.seed))
-    return credit.token_advantages
+    advantages, sharpness = learner.advantages(rollout, rewards)
+    micros = list(train.Scored(rollout, rewards, advantages, None, None, sharpness).split(learner.config.micro_batch))
+    found = {}
+    for name in names:
+        own = train.Learner(learner.policy, learner.reward_model, learner.vocabulary, replace(learner.config, credit=name))
+        _, credit = own.decide(micros, 0, torch.Generator().manual_seed(own.config.seed))
+        found[name] = credit.token_advantages
+    return found
 
 
 def append_rank_correlation(into: list[float], d: Tensor, exact: Tensor) -> None:
@@ -567,13 +570,13 @@ def compare(args: argparse.Namespace, flags: list[str]) -> None:
                 credit, _, estimator = method.partition("+")
                 out = Path(args.folder) / base.preset / f"{name}-{rate:g}-s{seed}"
                 grad_at = [float(a) for a in points.split(",")] if points else base.grad_at
-                config = replace(base, credit=credit, grad_at=grad_at, learning_rate=rate, seed=seed, output_dir=str(out))
-                config = replace(config, advantage=estimator or base.advantage)
+                flags_of_run = {"credit": credit, "grad_at": grad_at, "advantage": estimator or base.advantage}
+                config = replace(base, **flags_of_run, learning_rate=rate, seed=seed, output_dir=str(out))
                 train.check_config(train.settle(config))
-                if (out / "config.json").exists():
+                if started := (out / "config.json").exists():
                     refuse_other(str(out), config)
                 if not (out / "final").exists():
-                    resume = str(out) if (out / "config.json").exists() else None
+                    resume = str(out) if started else None
                     train.train(**train.prepare(config), config=replace(config, resume=resume))
                 results.setdefault((name, rate), []).append(load_run(str(out))[1])
     world = "gold_reward" in next(iter(results.values()))[0][0]

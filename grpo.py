@@ -37,10 +37,15 @@ def group_advantages(rewards: Tensor, group_size: int, std_floor: float = 0.0) -
         raise ValueError(f"--group_size is {group_size}: one response has no group to be compared with; use 2 or more.")
     groups = rewards.double().view(-1, group_size)  # (B/G, G)
     spread = groups.amax(-1, keepdim=True) - groups.amin(-1, keepdim=True)  # (B/G, 1)
-    ties = spread <= 1e-5 * groups.abs().amax(-1, keepdim=True).clamp(min=1.0)
+    ties = spread <= rounding(groups)
     std = groups.std(-1, correction=0, keepdim=True).clamp(min=std_floor)
     advantages = (groups - groups.mean(-1, keepdim=True)) / std.masked_fill(ties, 1.0)
     return advantages.masked_fill(ties, 0.0).flatten().to(rewards.dtype)
+
+
+def rounding(groups: Tensor) -> Tensor:
+    """The difference of rewards up to which a group's responses tie, (B/G, G) -> (B/G, 1): 1e-5 relative."""
+    return 1e-5 * groups.abs().amax(-1, keepdim=True).clamp(min=1.0)
 
 
 def response_advantages(
@@ -72,7 +77,7 @@ def response_advantages(
     centred = (groups - groups.mean(-1, keepdim=True)).masked_fill(ties, 0.0)
     if estimator == "rank_normal":
         ahead = groups[..., None] - groups[:, None]  # (B/G, G, G)
-        near = ahead.abs() <= 1e-5 * groups.abs().amax(-1).clamp(min=1.0)[:, None, None]  # the tie of (1), between two
+        near = ahead.abs() <= rounding(groups)[..., None]
         below = ((ahead > 0) & ~near).sum(-1) + 0.5 * near.sum(-1)  # rank - 1/2, with ties at their average rank
         normal = torch.special.ndtri(below / group_size).masked_fill(ties, 0.0).flatten().to(rewards.dtype)
         return normal, normal
