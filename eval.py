@@ -21,11 +21,12 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-import tiny
 import train
 from datc import candidates, expected_embedding, work, work_on_support
-from grpo import Rollout, clipped_surrogate, response_hidden, sample, shared_vocabulary
-from load import load_policy, load_prompts, load_reward_model, load_rows, load_tokenizer
+from grpo import clipped_surrogate, response_hidden
+from machinery import tiny
+from machinery.load import load_policy, load_prompts, load_reward_model, load_rows, load_tokenizer
+from machinery.rollout import Rollout, sample, shared_vocabulary
 
 # ---------------------------------------------------------------------------------------------------------------------
 # One loader, one table printer, one figure helper.
@@ -35,7 +36,9 @@ def load_run(path: str) -> tuple[train.Config, list[dict]]:
     """Flags and metrics of a run folder."""
     folder = Path(path)
     if not (folder / "config.json").is_file():
-        raise ValueError(f"{path} is not a run folder (it has no config.json). Runs are under runs/.")
+        raise ValueError(
+            f"{path} is not a run folder (it has no config.json). Runs are under runs/."
+        )
     rows = train.read_jsonl(folder / "metrics.jsonl") if (folder / "metrics.jsonl").exists() else []
     if not rows:
         raise ValueError(f"{path} has no complete rollout yet: metrics.jsonl is empty.")
@@ -48,7 +51,9 @@ def read_config(folder: Path) -> train.Config:
 
 def trained_policy(path: str, like: train.Config) -> tuple[train.Config, object]:
     """The policy of a run folder (its end, or its last checkpoint), or of a model directory or hub id; ready to sample."""
-    if not (Path(path) / "config.json").is_file() or "credit" not in json.loads((Path(path) / "config.json").read_text()):
+    if not (Path(path) / "config.json").is_file() or "credit" not in json.loads(
+        (Path(path) / "config.json").read_text()
+    ):
         config = replace(like, policy=path)
         return config, load_policy(config, trainable=False)
     config, _ = load_run(path)
@@ -65,7 +70,11 @@ def trained_policy(path: str, like: train.Config) -> tuple[train.Config, object]
 
 
 def print_table(head: list[str], rows: list[list[object]]) -> None:
-    cells = [head, ["---"] * len(head), *([f"{c:.3g}" if isinstance(c, float) else str(c) for c in r] for r in rows)]
+    cells = [
+        head,
+        ["---"] * len(head),
+        *([f"{c:.3g}" if isinstance(c, float) else str(c) for c in r] for r in rows),
+    ]
     widths = [max(len(r[i]) for r in cells) for i in range(len(head))]
     for r in cells:
         print("| " + " | ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)) + " |")
@@ -80,7 +89,9 @@ def figure(out: str, panels: list[tuple[str, str, str, Callable]]) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    fig, axes = plt.subplots(1, len(panels), figsize=(5 * len(panels), 3.8), squeeze=False, layout="constrained")
+    fig, axes = plt.subplots(
+        1, len(panels), figsize=(5 * len(panels), 3.8), squeeze=False, layout="constrained"
+    )
     for ax, (title, x, y, draw) in zip(axes[0], panels, strict=True):
         draw(ax)
         ax.set(title=title, xlabel=x, ylabel=y)
@@ -139,7 +150,9 @@ def reward(args: argparse.Namespace, flags: list[str]) -> None:
         refuse_unknown(flags)
     config = load_run(runs[0])[0] if runs else train.settle(train.parse(flags))
     if any(load_run(r)[0].reward_model != config.reward_model for r in runs):
-        raise ValueError("These runs have different reward models; their rewards cannot be compared.")
+        raise ValueError(
+            "These runs have different reward models; their rewards cannot be compared."
+        )
     held_out = Path(config.prompts).with_name("held_out.jsonl")
     if args.held_out or held_out.exists():
         config = replace(config, prompts=args.held_out or str(held_out))
@@ -163,9 +176,14 @@ def reward(args: argparse.Namespace, flags: list[str]) -> None:
         )  # fmt: skip
         scores.append(reward_model.score(rollout)[0].double().tolist())
         low, high = interval(scores[-1])
-        length, stopped = rollout.response_mask.sum(-1).double().mean().item(), rollout.stopped.double().mean().item()
+        length, stopped = (
+            rollout.response_mask.sum(-1).double().mean().item(),
+            rollout.stopped.double().mean().item(),
+        )
         gold = [statistics.fmean(tiny.gold_rewards(tokenizer, rollout))] if world else []
-        rows.append([name, statistics.fmean(scores[-1]), f"{low:.2f} to {high:.2f}", length, stopped, *gold])
+        rows.append(
+            [name, statistics.fmean(scores[-1]), f"{low:.2f} to {high:.2f}", length, stopped, *gold]
+        )
     print(f"{len(prompts)} prompts × {args.samples} responses\n")
     print_table(["model", "reward", "95%", "length", "stopped", *(["gold"] if world else [])], rows)
     versus = []
@@ -215,8 +233,13 @@ def plot(args: argparse.Namespace, flags: list[str]) -> None:
     for name, rows in loaded.items():
         mean = {k: statistics.fmean(r[k] for r in rows) for k in ("reward", "time/total")}
         last = statistics.fmean(r["reward"] for r in rows[-25:])
-        table.append([name, len(rows), mean["reward"], last, mean["time/total"], mean["time/total"] / pace])
-    print_table(["run", "rollouts", "mean reward", "last 25", "s/rollout", "time over the first run's"], table)
+        table.append(
+            [name, len(rows), mean["reward"], last, mean["time/total"], mean["time/total"] / pace]
+        )
+    print_table(
+        ["run", "rollouts", "mean reward", "last 25", "s/rollout", "time over the first run's"],
+        table,
+    )
 
 
 STYLE = """
@@ -236,28 +259,47 @@ def heatmap(args: argparse.Namespace, flags: list[str]) -> None:
     path = Path(args.run) / "samples.jsonl"
     rows = [r for r in train.read_jsonl(path) if "token_weight" in r]
     if not rows:
-        raise ValueError(f"{path} holds no weights: {config.credit!r} does not work by weights, or the run is empty.")
+        raise ValueError(
+            f"{path} holds no weights: {config.credit!r} does not work by weights, or the run is empty."
+        )
     steps = sorted({r["step"] for r in rows})
     shown = set(
         steps
         if len(steps) <= args.rollouts
-        else [steps[round(i * (len(steps) - 1) / max(1, args.rollouts - 1))] for i in range(args.rollouts)]
+        else [
+            steps[round(i * (len(steps) - 1) / max(1, args.rollouts - 1))]
+            for i in range(args.rollouts)
+        ]
     )
     note = f"{config.credit}, band {config.band:g}. Darker = larger weight; orange = reinforced, blue = suppressed."
     body = [f"<h1>Credit of {html.escape(Path(args.run).name)}</h1>"]
     body.append(f"<p class=note>{html.escape(note)} Hover over a token for its numbers.</p>")
     for row in (r for r in rows if r["step"] in shown):
         body.append(f"<h2>Rollout {row['step']}: {html.escape(row['prompt'][-1]['content'])}</h2>")
-        body.append(f"<p class=note>reward {row['reward']:.3f}, advantage {row['advantage']:+.3f}</p><p>")
+        body.append(
+            f"<p class=note>reward {row['reward']:.3f}, advantage {row['advantage']:+.3f}</p><p>"
+        )
         colour = "255 140 0" if row["advantage"] > 0 else "60 120 255"
         for i, (text, w) in enumerate(zip(row["tokens"], row["token_weight"], strict=True)):
             strength = min(w / config.band, 1.0) * bool(row["advantage"])
-            facts = [f"{k} {row[f'token_{k}'][i]:.4g}" for k in ("weight", "work", "p") if f"token_{k}" in row]
+            facts = [
+                f"{k} {row[f'token_{k}'][i]:.4g}"
+                for k in ("weight", "work", "p")
+                if f"token_{k}" in row
+            ]
             title = html.escape(f"{text!r}  " + "  ".join(facts), quote=True)
-            space = "" if text[:1].isspace() or "\n" in text else " " if config.preset in tiny.WORLDS else ""
+            space = (
+                ""
+                if text[:1].isspace() or "\n" in text
+                else " "
+                if config.preset in tiny.WORLDS
+                else ""
+            )
             ink = ";color:#111" if strength > 0.4 else ""
             style = f"background:rgb({colour} / {strength:.2f}){ink}"
-            body.append(f'<span class=t style="{style}" title="{title}">{html.escape(text)}</span>{space}')
+            body.append(
+                f'<span class=t style="{style}" title="{title}">{html.escape(text)}</span>{space}'
+            )
         body.append("</p>")
     out = args.out or str(Path(args.run) / "heatmap.html")
     head = f"<!doctype html><html lang=en><meta charset=utf-8><title>DATC credit</title><style>{STYLE}</style>"
@@ -273,7 +315,11 @@ def heatmap(args: argparse.Namespace, flags: list[str]) -> None:
 def relaxed_reward(learner: train.Learner, rollout: Rollout, token_value: Tensor) -> Tensor:
     """R̂(θ) = Σ <sg(v_t), p_t(θ)> over the response tokens; token_value (N, V)."""
     hidden = response_hidden(learner.policy, rollout)[rollout.response_mask]
-    logits = hidden.to(token_value.dtype) @ learner.lm_head.to(token_value.dtype).T / learner.config.temperature
+    logits = (
+        hidden.to(token_value.dtype)
+        @ learner.lm_head.to(token_value.dtype).T
+        / learner.config.temperature
+    )
     probs = logits.softmax(-1)  # (N, V)
     return (probs * token_value).sum()
 
@@ -288,8 +334,12 @@ def predicted_gains(learner: train.Learner, rollout: Rollout, step: int) -> tupl
     generator = torch.Generator().manual_seed(step)
     inputs = learner.evidence(scored, hidden.detach(), logp.detach(), entropy, step, generator)
     credit = learner.method(inputs)
-    x = train.credit_metrics(credit, inputs)["credit/predicted_gain"]
-    extra = credit.token_advantages - scored.advantages[:, None] * mask  # J is linear in Ã at ratio 1: one backward
+    x = train.credit_metrics(credit, inputs).get("credit/predicted_gain")
+    if x is None:
+        raise ValueError(f"--credit {config.credit} has no work to predict a gain from.")
+    extra = (
+        credit.token_advantages - scored.advantages[:, None] * mask
+    )  # J is linear in Ã at ratio 1: one backward
     loss, _ = clipped_surrogate(logp, logp.detach(), extra, mask, config.epsilon, len(rollout))
     move = torch.autograd.grad(-loss, learner.weights)
     f = inputs.reward_grad[mask]  # (N, D)
@@ -303,9 +353,6 @@ def gain(args: argparse.Namespace, flags: list[str]) -> None:
     config, m = models_of(["--beta", "0", *flags])
     vocabulary = shared_vocabulary(m["policy"], m["tokenizer"], m["reward_model"].size)
     learner = train.Learner(m["policy"], m["reward_model"], vocabulary, config)
-    learner.method = with_needs(learner.method, {"reward_grad"})
-    if "work" not in learner.method.needs:
-        raise ValueError(f"--credit {config.credit} has no work to predict a gain from.")
     points = []
     for step in tqdm(range(args.batches), desc="batches", dynamic_ncols=True):
         torch.manual_seed(train.step_seed(config.seed, step))
@@ -323,19 +370,21 @@ def gain(args: argparse.Namespace, flags: list[str]) -> None:
 
     print_table(
         ["batches", "X > 0", "P > 0", "slope", "Pearson", "Spearman"],
-        [[len(x), (x > 0).double().mean().item(), (p > 0).double().mean().item(), slope, pearson(x, p), spearman(x, p)]],
+        [
+            [
+                len(x),
+                (x > 0).double().mean().item(),
+                (p > 0).double().mean().item(),
+                slope,
+                pearson(x, p),
+                spearman(x, p),
+            ]
+        ],
     )
-    figure(args.out, [("Predicted gain over GRPO", "X: independent logits", "P: shared parameters", draw)])
-
-
-def with_needs(method: Callable, extra: set[str]) -> Callable:
-    """A credit method that also asks for `extra` evidence, for the eyes of an evaluation."""
-
-    def wrapped(inputs):
-        return method(inputs)
-
-    wrapped.needs = frozenset(method.needs | (extra if "work" in method.needs else set()))
-    return wrapped
+    figure(
+        args.out,
+        [("Predicted gain over GRPO", "X: independent logits", "P: shared parameters", draw)],
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -352,7 +401,10 @@ def fidelity(args: argparse.Namespace, flags: list[str]) -> None:
     table = model.embedding[: vocabulary.size]  # (V, D)
     groups = -(-args.responses // config.group_size)
     torch.manual_seed(config.seed)
-    rollout = learner.sample(tokenizer, train.choose_prompts(m["prompts"], 0, replace(config, prompts_per_rollout=groups)))
+    rollout = learner.sample(
+        tokenizer,
+        train.choose_prompts(m["prompts"], 0, replace(config, prompts_per_rollout=groups)),
+    )
     pushes = pushed(args.credit, learner, rollout) if args.credit else {}
     rows = list(enumerate(rollout.split(1)))
     chosen = [(i, one) for i, one in rows if one.free_mask.sum() >= 3][: args.responses]
@@ -362,7 +414,9 @@ def fidelity(args: argparse.Namespace, flags: list[str]) -> None:
         f"{len(chosen)} responses, {total} substituted texts = {-(-total // args.batch)} reward-model passes of {args.batch}."
     )
     paths = [[float(a) for a in point.split(",")] for point in args.points]
-    found: dict[str, list[float]] = {name: [] for name in [*args.points, "prefix differences", *args.credit]}
+    found: dict[str, list[float]] = {
+        name: [] for name in [*args.points, "prefix differences", *args.credit]
+    }
     cosines: list[float] = []
     bar = tqdm(total=total, desc="substituted texts", dynamic_ncols=True)
     for i, one in chosen:
@@ -371,28 +425,45 @@ def fidelity(args: argparse.Namespace, flags: list[str]) -> None:
         with torch.no_grad():
             hidden = response_hidden(policy, one)  # (1, T, H)
             logits = hidden[0, free] @ learner.lm_head.T / config.temperature  # (N, V)
-        allowed, own, support = candidates(logits, ids, args.top_k)  # (N, S), (N,), (N, S); p is renormalised on them
+        allowed, own, support = candidates(
+            logits, ids, args.top_k
+        )  # (N, S), (N,), (N, S); p is renormalised on them
         exact = work_on_support(support, own, model.substituted(one, free.nonzero()[:, 0], allowed))
         bar.update(allowed.numel())
-        expected = expected_embedding(hidden[0], learner.lm_head, table, config.temperature)[None]  # (1, T, D)
+        expected = expected_embedding(hidden[0], learner.lm_head, table, config.temperature)[
+            None
+        ]  # (1, T, D)
         for name, alphas in zip(args.points, paths, strict=True):
             f = model.grad(one, expected, alphas)[0, free].double()  # (N, D)
-            value = torch.stack([table[row].double() @ g for row, g in zip(allowed, f, strict=True)])  # (N, S)
+            value = torch.stack(
+                [table[row].double() @ g for row, g in zip(allowed, f, strict=True)]
+            )  # (N, S)
             append_rank_correlation(found[name], work_on_support(support, own, value), exact)
             if alphas == [1.0]:
                 cosines += torch.cosine_similarity(f, table[ids].double()).abs().tolist()
-        append_rank_correlation(found["prefix differences"], model.prefix_scores(one).diff(dim=-1)[0, free], exact)
+        append_rank_correlation(
+            found["prefix differences"], model.prefix_scores(one).diff(dim=-1)[0, free], exact
+        )
         for name, push in pushes.items():
             append_rank_correlation(found[name], push[i][free], exact)
     bar.close()
-    costs = {n: f"{len(a)} + {len(a)}" if a != [1.0] else "0 + 1" for n, a in zip(args.points, paths, strict=True)}
+    costs = {
+        n: f"{len(a)} + {len(a)}" if a != [1.0] else "0 + 1"
+        for n, a in zip(args.points, paths, strict=True)
+    }
     costs |= {"prefix differences": "1 + 0"} | dict.fromkeys(args.credit, "")
-    rows = [[n, len(v), statistics.fmean(v), standard_error(v), costs[n]] for n, v in found.items() if v]
-    print_table(["evidence", "responses", "fidelity", "standard error", "extra forward + backward"], rows)
+    rows = [
+        [n, len(v), statistics.fmean(v), standard_error(v), costs[n]] for n, v in found.items() if v
+    ]
+    print_table(
+        ["evidence", "responses", "fidelity", "standard error", "extra forward + backward"], rows
+    )
     if cosines:
         chance = math.sqrt(2 / (math.pi * table.shape[1]))
         cosine, width = statistics.fmean(cosines), table.shape[1]
-        print(f"\nMean |cos(f, e)| at the sample: {cosine:.3f}; chance in {width} dimensions: {chance:.3f}.")
+        print(
+            f"\nMean |cos(f, e)| at the sample: {cosine:.3f}; chance in {width} dimensions: {chance:.3f}."
+        )
     print(advice([r for r in rows if r[0] not in args.credit]))
 
 
@@ -400,11 +471,16 @@ def pushed(names: list[str], learner: train.Learner, rollout: Rollout) -> dict[s
     """Ã_t (B, T) of each credit method: it should push a token up the more, or down the less, the more that gains."""
     rewards, _ = learner.reward_model.score(rollout)
     advantages, sharpness = learner.advantages(rollout, rewards)
-    micros = list(train.Scored(rollout, rewards, advantages, None, None, sharpness).split(learner.config.micro_batch))
+    scored = train.Scored(rollout, rewards, advantages, None, None, sharpness)
     found = {}
     for name in names:
-        own = train.Learner(learner.policy, learner.reward_model, learner.vocabulary, replace(learner.config, credit=name))
-        _, credit = own.decide(micros, 0, torch.Generator().manual_seed(own.config.seed))
+        own = train.Learner(
+            learner.policy,
+            learner.reward_model,
+            learner.vocabulary,
+            replace(learner.config, credit=name),
+        )
+        _, credit = own.decide(scored, 0, torch.Generator().manual_seed(own.config.seed))
         found[name] = credit.token_advantages
     return found
 
@@ -433,7 +509,10 @@ def advice(rows: list[list]) -> str:
     forward = next((r for r in rows if r[0] == "prefix differences"), None)
     if forward and forward[2] > best[2]:
         text += f"Prefix differences rank the tokens better ({forward[2]:.2f}): try --credit red_band first. "
-    seen = "; ".join(f"{world} at {at}: fidelity {f:.2f}, {lead:+.2f} reward over GRPO" for world, at, f, lead in YARDSTICK)
+    seen = "; ".join(
+        f"{world} at {at}: fidelity {f:.2f}, {lead:+.2f} reward over GRPO"
+        for world, at, f, lead in YARDSTICK
+    )
     return f"{text}Yardstick: {seen}. Compare with --credit shuffle before believing a gain."
 
 
@@ -447,19 +526,41 @@ def alpaca_record(name: str, question: dict, answers: list[str]) -> dict:
 
 def arena_record(name: str, question: dict, answers: list[str]) -> dict:
     key = question["uid"]
-    messages = [{"role": "user", "content": question["prompt"]}, {"role": "assistant", "content": {"answer": answers[0]}}]
-    return {"uid": key, "ans_id": f"{name}-{key}", "model": name, "messages": messages, "tstamp": time.time(), "metadata": {}}
+    messages = [
+        {"role": "user", "content": question["prompt"]},
+        {"role": "assistant", "content": {"answer": answers[0]}},
+    ]
+    return {
+        "uid": key,
+        "ans_id": f"{name}-{key}",
+        "model": name,
+        "messages": messages,
+        "tstamp": time.time(),
+        "metadata": {},
+    }
 
 
 def bench_record(name: str, question: dict, answers: list[str]) -> dict:
     key = question["question_id"]
     choices = [{"index": 0, "turns": answers}]
-    return {"question_id": key, "answer_id": f"{name}-{key}", "model_id": name, "choices": choices, "tstamp": time.time()}
+    return {
+        "question_id": key,
+        "answer_id": f"{name}-{key}",
+        "model_id": name,
+        "choices": choices,
+        "tstamp": time.time(),
+    }
 
 
 # format: (turns of a question, key of a question, key of a record, record, one JSON list in place of lines)
 FORMATS = {
-    "alpaca_eval": (lambda q: [q["instruction"]], "instruction", "instruction", alpaca_record, True),
+    "alpaca_eval": (
+        lambda q: [q["instruction"]],
+        "instruction",
+        "instruction",
+        alpaca_record,
+        True,
+    ),
     "arena_hard": (lambda q: [q["prompt"]], "uid", "uid", arena_record, False),
     "mt_bench": (lambda q: q["turns"], "question_id", "question_id", bench_record, False),
 }
@@ -470,18 +571,26 @@ def answers(args: argparse.Namespace, flags: list[str]) -> None:
     turns_of, key, record_key, record, as_list = FORMATS[args.format]
     questions = load_rows(args.questions)
     if missing := [i for i, q in enumerate(questions) if key not in q]:
-        raise ValueError(f"--questions {args.questions}: row {missing[0] + 1} has no {key!r}, which {args.format} needs.")
+        raise ValueError(
+            f"--questions {args.questions}: row {missing[0] + 1} has no {key!r}, which {args.format} needs."
+        )
     out = Path(args.out)
-    done = (json.loads(out.read_text()) if as_list else train.read_jsonl(out)) if out.exists() else []
+    done = (
+        (json.loads(out.read_text()) if as_list else train.read_jsonl(out)) if out.exists() else []
+    )
     seen = {r[record_key] for r in done}
     like, _ = (
-        load_run(args.model) if (Path(args.model) / "metrics.jsonl").exists() else (train.settle(train.parse(flags)), None)
+        load_run(args.model)
+        if (Path(args.model) / "metrics.jsonl").exists()
+        else (train.settle(train.parse(flags)), None)
     )
     config, policy = trained_policy(args.model, like)
     tokenizer = load_tokenizer(config.policy, config.chat_template)
     vocabulary = shared_vocabulary(policy, tokenizer)
     out.parent.mkdir(parents=True, exist_ok=True)
-    for question in tqdm([q for q in questions if q[key] not in seen], desc=args.format, dynamic_ncols=True):
+    for question in tqdm(
+        [q for q in questions if q[key] not in seen], desc=args.format, dynamic_ncols=True
+    ):
         if question[key] in seen:
             continue  # the same question twice in the file
         messages, replies = [], []
@@ -489,13 +598,26 @@ def answers(args: argparse.Namespace, flags: list[str]) -> None:
             messages.append({"role": "user", "content": turn})
             torch.manual_seed(args.seed)
             rollout = sample(
-                policy, tokenizer, [messages], vocabulary, 1, args.max_tokens, config.temperature, **config.template
+                policy,
+                tokenizer,
+                [messages],
+                vocabulary,
+                1,
+                args.max_tokens,
+                config.temperature,
+                **config.template,
             )
-            replies.append(tokenizer.decode(rollout.response_ids[0][rollout.content_mask[0]], skip_special_tokens=True))
+            replies.append(
+                tokenizer.decode(
+                    rollout.response_ids[0][rollout.content_mask[0]], skip_special_tokens=True
+                )
+            )
             messages.append({"role": "assistant", "content": replies[-1]})
         done.append(record(args.name or Path(args.model).name, question, replies))
         seen.add(question[key])
-        text = json.dumps(done, indent=1) if as_list else "".join(json.dumps(r) + "\n" for r in done)
+        text = (
+            json.dumps(done, indent=1) if as_list else "".join(json.dumps(r) + "\n" for r in done)
+        )
         train.write_whole(out, text)
     print(f"{out}: {len(done)} records")
 
@@ -510,13 +632,18 @@ def cost(args: argparse.Namespace, flags: list[str]) -> None:
     vocabulary = shared_vocabulary(m["policy"], m["tokenizer"], m["reward_model"].size)
     names = ["grpo", config.credit if config.credit != "grpo" else "datc"]
     m["policy"].train()
-    learners = {n: train.Learner(m["policy"], m["reward_model"], vocabulary, replace(config, credit=n)) for n in names}
+    learners = {
+        n: train.Learner(m["policy"], m["reward_model"], vocabulary, replace(config, credit=n))
+        for n in names
+    }
     spent: dict[str, list[dict[str, float]]] = {n: [] for n in names}
     for step in tqdm(range(args.rollouts + 1), dynamic_ncols=True):
         torch.manual_seed(train.step_seed(config.seed, step))
         clock = train.Clock(config.device)
         with clock("sample"):
-            rollout = learners["grpo"].sample(m["tokenizer"], train.choose_prompts(m["prompts"], step, config))
+            rollout = learners["grpo"].sample(
+                m["tokenizer"], train.choose_prompts(m["prompts"], step, config)
+            )
         for name in names if step % 2 else names[::-1]:
             own, learner = train.Clock(config.device), learners[name]
             with own("score"):
@@ -524,7 +651,11 @@ def cost(args: argparse.Namespace, flags: list[str]) -> None:
             with own("update"):
                 reference = learner.reference_logp(rollout) if config.beta else None
                 advantages, sharpness = learner.advantages(rollout, rewards)
-                learner.update(train.Scored(rollout, rewards, advantages, grad, reference, sharpness), step, own)
+                learner.update(
+                    train.Scored(rollout, rewards, advantages, grad, reference, sharpness),
+                    step,
+                    own,
+                )
             if step:  # the first is warm-up
                 spent[name].append({"sample": clock.seconds["sample"], **own.seconds})
     phases = ["sample", "score", "credit", "update"]
@@ -533,7 +664,9 @@ def cost(args: argparse.Namespace, flags: list[str]) -> None:
         middle = [statistics.median(s.get(p, 0.0) for s in spent[name]) for p in phases]
         rows.append([name, *middle, statistics.median(sum(s.values()) for s in spent[name])])
     print_table(["credit", *phases, "total, s"], rows)
-    ratio = statistics.median(sum(b.values()) / sum(a.values()) for a, b in zip(*spent.values(), strict=True))
+    ratio = statistics.median(
+        sum(b.values()) / sum(a.values()) for a, b in zip(*spent.values(), strict=True)
+    )
     print(f"\n{names[1]} / grpo: {ratio:.3f} (median of {args.rollouts} paired rollouts)\n")
     if args.no_work:
         return
@@ -542,7 +675,13 @@ def cost(args: argparse.Namespace, flags: list[str]) -> None:
     for n, v in sizes:
         dtype, h = getattr(torch, config.dtype), 1024
         make = lambda *s: torch.randn(*s, dtype=dtype, device=config.device)  # noqa: B023, E731
-        inputs = make(n, h), make(v, h), torch.randint(v, (n,), device=config.device), make(n, h), make(v, h)
+        inputs = (
+            make(n, h),
+            make(v, h),
+            torch.randint(v, (n,), device=config.device),
+            make(n, h),
+            make(v, h),
+        )
         clock = train.Clock(config.device)
         with clock("work"):
             work(*inputs)
@@ -556,7 +695,9 @@ def refuse_other(folder: str, config: train.Config) -> None:
     free = {"output_dir", "resume", "save_every", "device", "reward_batch"}
     if other := [k for k, v in asdict(config).items() if k not in free and saved[k] != v]:
         told = ", ".join(f"--{k} {saved[k]} (not {getattr(config, k)})" for k in other)
-        raise ValueError(f"{folder} holds another run: {told}. Give another --folder, or remove it.")
+        raise ValueError(
+            f"{folder} holds another run: {told}. Give another --folder, or remove it."
+        )
 
 
 def compare(args: argparse.Namespace, flags: list[str]) -> None:
@@ -568,11 +709,19 @@ def compare(args: argparse.Namespace, flags: list[str]) -> None:
             for name in args.credit:
                 method, _, points = name.partition("@")
                 credit, _, estimator = method.partition("+")
-                out = Path(args.folder) / base.preset / f"{name}-{rate:g}-s{seed}"
+                label = name.rpartition(":")[2]  # of FILE.py:NAME
+                out = Path(args.folder) / base.preset / f"{label}-{rate:g}-s{seed}"
                 grad_at = [float(a) for a in points.split(",")] if points else base.grad_at
-                flags_of_run = {"credit": credit, "grad_at": grad_at, "advantage": estimator or base.advantage}
-                config = replace(base, **flags_of_run, learning_rate=rate, seed=seed, output_dir=str(out))
+                flags_of_run = {
+                    "credit": credit,
+                    "grad_at": grad_at,
+                    "advantage": estimator or base.advantage,
+                }
+                config = replace(
+                    base, **flags_of_run, learning_rate=rate, seed=seed, output_dir=str(out)
+                )
                 train.check_config(train.settle(config))
+                train.check_machine(config)
                 if started := (out / "config.json").exists():
                     refuse_other(str(out), config)
                 if not (out / "final").exists():
@@ -588,18 +737,40 @@ def compare(args: argparse.Namespace, flags: list[str]) -> None:
     for (name, rate), runs in results.items():
         areas = [mean(r, "reward") for r in runs]
         spread = statistics.stdev(areas) if len(areas) > 1 else 0.0
-        final = [statistics.fmean(mean(r[-10:], k) for r in runs) for k in ["reward"] + ["gold_reward"] * world]
+        final = [
+            statistics.fmean(mean(r[-10:], k) for r in runs)
+            for k in ["reward"] + ["gold_reward"] * world
+        ]
         length = statistics.fmean(mean(r[-10:], "completions/mean_length") for r in runs)
         seconds = statistics.median(x["time/total"] for r in runs for x in r)
         table.append(
-            [name, f"{rate:g}", f"{statistics.fmean(areas):.2f} ± {spread:.2f}", *(f"{v:.2f}" for v in final), length, seconds]
+            [
+                name,
+                f"{rate:g}",
+                f"{statistics.fmean(areas):.2f} ± {spread:.2f}",
+                *(f"{v:.2f}" for v in final),
+                length,
+                seconds,
+            ]
         )
         if name not in curves or statistics.fmean(areas) > curves[name][0]:
             curves[name] = (statistics.fmean(areas), rate, runs)
-    head = ["credit", "learning rate", "area ± sd over seeds", "final reward", *["final gold"] * world, "length", "s/rollout"]
+    head = [
+        "credit",
+        "learning rate",
+        "area ± sd over seeds",
+        "final reward",
+        *["final gold"] * world,
+        "length",
+        "s/rollout",
+    ]
     table.sort(key=lambda row: (row[1], args.credit.index(row[0])))
-    best = sorted((r for r in table if f"{curves[r[0]][1]:g}" == r[1]), key=lambda r: args.credit.index(r[0]))
-    print(f"{base.preset}: {args.seeds} seeds, {base.rollouts} rollouts; each method at its best rate, by area\n")
+    best = sorted(
+        (r for r in table if f"{curves[r[0]][1]:g}" == r[1]), key=lambda r: args.credit.index(r[0])
+    )
+    print(
+        f"{base.preset}: {args.seeds} seeds, {base.rollouts} rollouts; each method at its best rate, by area\n"
+    )
     print_table(head, best)
     print("\nAll rates\n")
     print_table(head, table)
@@ -608,9 +779,18 @@ def compare(args: argparse.Namespace, flags: list[str]) -> None:
         def draw(ax) -> None:
             for name, (_, rate, runs) in curves.items():
                 lines = torch.tensor([trailing_mean([r[key] for r in rows]) for rows in runs])
-                middle, spread = lines.mean(0), lines.std(0) if len(lines) > 1 else torch.zeros(lines.shape[1])
+                middle, spread = (
+                    lines.mean(0),
+                    lines.std(0) if len(lines) > 1 else torch.zeros(lines.shape[1]),
+                )
                 (line,) = ax.plot(middle, label=f"{name} ({rate:g})")
-                ax.fill_between(range(len(middle)), middle - spread, middle + spread, alpha=0.15, color=line.get_color())
+                ax.fill_between(
+                    range(len(middle)),
+                    middle - spread,
+                    middle + spread,
+                    alpha=0.15,
+                    color=line.get_color(),
+                )
 
         return draw
 
@@ -628,17 +808,24 @@ def refuse_unknown(flags: list[str]) -> None:
 
 
 def commands() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     sub = parser.add_subparsers(dest="command", required=True)
 
     def command(run: Callable, name: str | None = None) -> argparse.ArgumentParser:
-        p = sub.add_parser(name or run.__name__, help=run.__doc__, description=run.__doc__, allow_abbrev=False)
+        p = sub.add_parser(
+            name or run.__name__, help=run.__doc__, description=run.__doc__, allow_abbrev=False
+        )
         p.set_defaults(function=run)
         return p
 
     p = command(reward)
     p.add_argument("models", nargs="+", help="run folders, model directories or hub ids")
-    p.add_argument("--held_out", help="JSONL file or NAME:SPLIT of prompts; default: the tiny world's held-out topics")
+    p.add_argument(
+        "--held_out",
+        help="JSONL file or NAME:SPLIT of prompts; default: the tiny world's held-out topics",
+    )
     p.add_argument("--num_prompts", type=int, default=64, help="at most this many prompts")
     p.add_argument("--samples", type=int, default=16, help="responses to each")
     p.add_argument("--seed", type=int, default=0)
@@ -647,35 +834,58 @@ def commands() -> argparse.ArgumentParser:
     p.add_argument("--out", default="runs/plot.png")
     p = command(heatmap)
     p.add_argument("run", help="run folder")
-    p.add_argument("--rollouts", type=int, default=8, help="how many rollouts to show, spread over the run")
+    p.add_argument(
+        "--rollouts", type=int, default=8, help="how many rollouts to show, spread over the run"
+    )
     p.add_argument("--out", help="HTML file; default: heatmap.html in the run folder")
     p = command(gain)
     p.add_argument("--batches", type=int, default=100)
     p.add_argument("--out", default="runs/gain.png")
     p = command(fidelity)
     p.add_argument("--responses", type=int, default=32)
-    p.add_argument("--top_k", type=int, default=0, help="alternatives a token: the policy's top k; 0 = the whole vocabulary")
-    p.add_argument("--points", nargs="+", default=["1.0", "0.75", "0.5", "0.25", "0.25,0.75"], help="choices of --grad_at")
+    p.add_argument(
+        "--top_k",
+        type=int,
+        default=0,
+        help="alternatives a token: the policy's top k; 0 = the whole vocabulary",
+    )
+    p.add_argument(
+        "--points",
+        nargs="+",
+        default=["1.0", "0.75", "0.5", "0.25", "0.25,0.75"],
+        help="choices of --grad_at",
+    )
     p.add_argument("--credit", nargs="+", default=[], help="credit methods whose Ã to rank as well")
     p.add_argument("--batch", type=int, default=64, help="substituted texts per reward-model pass")
     p = command(answers)
     p.add_argument("model", help="run folder, model directory or hub id")
     p.add_argument("--format", choices=FORMATS, required=True)
-    p.add_argument("--questions", required=True, help="JSONL file or NAME:SPLIT with the benchmark's questions")
+    p.add_argument(
+        "--questions", required=True, help="JSONL file or NAME:SPLIT with the benchmark's questions"
+    )
     p.add_argument("--out", required=True)
     p.add_argument("--name", help="generator name in the records; default: the folder's")
     p.add_argument("--max_tokens", type=int, default=2048)
     p.add_argument("--seed", type=int, default=0)
     p = command(cost)
     p.add_argument("--rollouts", type=int, default=20)
-    p.add_argument("--no_work", action="store_true", help="leave out the timing of the streamed work at real sizes")
+    p.add_argument(
+        "--no_work",
+        action="store_true",
+        help="leave out the timing of the streamed work at real sizes",
+    )
     p = command(compare)
     p.add_argument(
-        "--credit", nargs="+", default=["grpo", "datc"], help="methods; NAME@0.25,0.75 sets --grad_at, NAME+rloo --advantage"
+        "--credit",
+        nargs="+",
+        default=["grpo", "datc"],
+        help="methods; NAME@0.25,0.75 sets --grad_at, NAME+rloo --advantage",
     )
     p.add_argument("--seeds", type=int, default=3)
     p.add_argument("--learning_rates", "--learning_rate", nargs="+", type=float, default=[6e-4])
-    p.add_argument("--folder", default="runs/compare", help="where the runs are kept, and found again")
+    p.add_argument(
+        "--folder", default="runs/compare", help="where the runs are kept, and found again"
+    )
     p.add_argument("--out", default="runs/compare.png")
     return parser
 

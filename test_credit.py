@@ -30,12 +30,13 @@ import credit
 import datc
 import eval as evaluate
 import grpo
-import load
 import reward_grad
-import tiny
 import train
 from credit import CreditInputs, allocate, get_credit_method
-from grpo import Rollout, group_advantages, response_hidden, sample, shared_vocabulary, token_logprobs
+from grpo import group_advantages, response_hidden, token_logprobs
+from machinery import load, tiny
+from machinery import rollout as rollouts
+from machinery.rollout import Rollout, sample, shared_vocabulary
 from reward_grad import RewardModel
 
 torch.set_num_threads(1)  # these models are too small to share
@@ -45,10 +46,22 @@ torch.set_num_threads(1)  # these models are too small to share
 
 TOKENIZER = tiny.make_tokenizer()
 V = len(TOKENIZER)
-SHAPE = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+SHAPE = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 SHAPE |= {"intermediate_size": 48, "head_dim": 8, "max_position_embeddings": 128}
 SHAPE |= {"eos_token_id": 2, "pad_token_id": 0, "bos_token_id": None, "initializer_range": 0.3}
-SHAPE_GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "eos_token_id": 2, "pad_token_id": 0}
+SHAPE_GPT2 = {
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 128,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
 SHAPE_GPT2 |= {"bos_token_id": 2, "initializer_range": 0.3}
 KINDS = {
     "qwen3": (Qwen3Config, SHAPE, Qwen3ForCausalLM, Qwen3ForSequenceClassification),
@@ -78,20 +91,35 @@ def make_reward_model(kind="qwen3", double=False, **extra):
     return RewardModel(model.double() if double else model, TOKENIZER, TOKENIZER)
 
 
-PROMPTS = [[{"role": "user", "content": text}] for text in ("describe the cat", "the dog is red and the", "a")]
+PROMPTS = [
+    [{"role": "user", "content": text}]
+    for text in ("describe the cat", "the dog is red and the", "a")
+]
 
 
 def make_rollout(policy, prompts=PROMPTS[:2], group_size=2, tokens=10, seed=3, **extra) -> Rollout:
     torch.manual_seed(seed)
-    return sample(policy, TOKENIZER, prompts, shared_vocabulary(policy, TOKENIZER), group_size, tokens, **extra)
+    return sample(
+        policy,
+        TOKENIZER,
+        prompts,
+        shared_vocabulary(policy, TOKENIZER),
+        group_size,
+        tokens,
+        **extra,
+    )
 
 
 def hand_made(responses: list[str], messages=PROMPTS[0]) -> Rollout:
     """A rollout of given texts; one that ends in <end> has stopped, the others were cut."""
-    ids, mask = grpo.pad([TOKENIZER(r).input_ids for r in responses], 0)
-    prompt, prompt_mask = grpo.pad([grpo.encode_prompt(TOKENIZER, messages)] * len(responses), 0, left=True)
+    ids, mask = rollouts.pad([TOKENIZER(r).input_ids for r in responses], 0)
+    prompt, prompt_mask = rollouts.pad(
+        [rollouts.encode_prompt(TOKENIZER, messages)] * len(responses), 0, left=True
+    )
     stopped = torch.tensor([r.endswith("<end>") for r in responses])
-    return Rollout([messages] * len(responses), prompt, prompt_mask, ids, mask, mask & (ids != 2), stopped, 1)
+    return Rollout(
+        [messages] * len(responses), prompt, prompt_mask, ids, mask, mask & (ids != 2), stopped, 1
+    )
 
 
 def rows_of(rollout: Rollout, i: int) -> Rollout:
@@ -127,7 +155,9 @@ def close(a, b, rtol, atol=0.0):
 def test_weights_are_positive_within_the_band_and_average_one(seed, band):
     work, advantages, response, free = random_case(seed)
     w, tau = allocate(work, advantages, response, free, band)
-    assert (w[response] > 0).all() and (w[~response] == 0).all() and (w[response & ~free] == 1).all()
+    assert (
+        (w[response] > 0).all() and (w[~response] == 0).all() and (w[response & ~free] == 1).all()
+    )
     assert (w[response] <= band).all() and (w[response] >= 1 / band).all()
     close(w.sum(-1) / response.sum(-1), torch.ones(len(w)), 1e-12)
     assert (tau >= 1).all()
@@ -190,7 +220,11 @@ def test_the_predicted_gain_is_never_below_that_of_grpo(seed):
 def test_the_scale_of_the_reward_model_does_not_matter(scale):
     work, advantages, response, free = random_case(6)
     work = work.double()
-    close(allocate(work * scale, advantages, response, free).weights, allocate(work, advantages, response, free).weights, 1e-9)
+    close(
+        allocate(work * scale, advantages, response, free).weights,
+        allocate(work, advantages, response, free).weights,
+        1e-9,
+    )
 
 
 def test_the_band_is_met_by_the_smallest_tau_that_fits_and_not_by_clipping():
@@ -261,7 +295,64 @@ def test_shuffle_does_not_depend_on_the_micro_batch():
 
 def test_inverted_is_datc_of_the_negated_work():
     work, *rest = random_case(12)
-    assert torch.equal(run_method("inverted", work, *rest).weights, run_method("datc", -work, *rest).weights)
+    assert torch.equal(
+        run_method("inverted", work, *rest).weights, run_method("datc", -work, *rest).weights
+    )
+
+
+def test_a_method_in_a_file_of_ones_own_trains_without_touching_ours(pair, tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from credit import banded, credit_method\n"
+        "@credit_method('mine_for_tests')\n"
+        "def mine(x):\n"
+        "    return banded(x, x.work - x.sampled_prob)\n"
+    )
+    name = f"{file}:mine_for_tests"
+    try:
+        train.main(arguments(pair, tmp_path / "run", "--credit", name, rollouts=1))
+        train.main(["--resume", str(tmp_path / "run"), "--rollouts", "2"])
+        assert len(read_metrics(tmp_path / "run")) == 2
+        with pytest.raises(ValueError, match="no such file"):
+            get_credit_method("nowhere.py:mine")
+        with pytest.raises(ValueError, match="unknown"):
+            get_credit_method(f"{file}:other")
+    finally:
+        credit.CREDIT.pop("mine_for_tests", None)
+
+
+def test_evidence_is_computed_once_and_only_when_it_is_read():
+    policy, model = make_policy(), make_reward_model()
+    learner = train.Learner(
+        policy,
+        model,
+        shared_vocabulary(policy, TOKENIZER),
+        train.Config(device="cpu", dtype="float32"),
+    )
+    rollout = make_rollout(policy)
+    rewards, grad = model.score(rollout, with_grad=True)
+    found = {}
+    for kept in (None, grad):  # where the scoring pass kept no gradient, it is taken when read
+        scored = train.Scored(rollout, rewards, rewards, kept, None)
+        x = learner.evidence(scored, *learner.forward(rollout), 0, None)
+        assert not any(x.computed(name) is not None for name in credit.evidence_names())
+        assert x.work is x.work and x.computed("work") is x.work
+        found[kept is None] = x.work
+    close(found[True], found[False], 1e-4, 1e-5 * found[True].abs().max().item())
+    with pytest.raises(TypeError, match="colour"):
+        run_with("grpo", rewards, rollout.response_mask, colour=rewards)
+
+
+def test_the_band_is_always_met_at_the_range_of_u_over_the_bands_logarithm():
+    """The proof in `smallest_tau`, on numbers: the bound fits, and bisection stays below it."""
+    work, advantages, response, free = random_case(21)
+    u = advantages.double()[:, None] * credit.standardise(work, free)
+    lowest = u.masked_fill(~free, torch.inf).amin(-1)
+    highest = u.masked_fill(~free, -torch.inf).amax(-1)
+    bound = (highest - lowest) / torch.tensor(1.2).log()
+    w = credit.weights_at(bound, u, response, free)[free]
+    assert w.max() <= 1.2 and w.min() >= 1 / 1.2
+    assert (credit.smallest_tau(u, free, 1.2) <= bound.clamp(min=1)).all()
 
 
 def test_an_unknown_credit_method_lists_the_known_ones_and_unknown_evidence_is_refused():
@@ -284,12 +375,20 @@ def run_with(name, advantages, response, free=None, **evidence):
     return get_credit_method(name)(inputs)
 
 
-@pytest.mark.parametrize("name", ["datc", "inverted", "shuffle", "norm_product", "random_direction", "red_band", "oracle"])
+@pytest.mark.parametrize(
+    "name",
+    ["datc", "inverted", "shuffle", "norm_product", "random_direction", "red_band", "oracle"],
+)
 def test_every_banded_method_keeps_sign_mean_and_band(name):
     work, advantages, response, free = random_case(13)
     prefix = torch.cat([torch.zeros(len(work), 1), (work * response).cumsum(-1)], 1)
-    evidence = {"work": work, "work_magnitude": work.abs(), "prefix_scores": prefix, "exact_work": work}
-    needed = {k: v for k, v in evidence.items() if k in credit.CREDIT[name].needs}
+    evidence = {
+        "work": work,
+        "work_magnitude": work.abs(),
+        "prefix_scores": prefix,
+        "exact_work": work,
+    }
+    needed = evidence
     out = run_with(name, advantages, response, free, **needed)
     a, w = out.token_advantages, out.weights
     assert (a[response].sign() == advantages[:, None].expand_as(a)[response].sign()).all()
@@ -302,14 +401,23 @@ def test_red_band_and_the_oracle_are_datc_with_other_evidence():
     work, advantages, response, free = random_case(19)
     datc_weights = run_with("datc", advantages, response, free, work=work * response).weights
     prefix = 5 + torch.cat([torch.zeros(len(work), 1), (work * response).cumsum(-1)], 1)
-    close(run_with("red_band", advantages, response, free, prefix_scores=prefix).weights, datc_weights, 1e-2)
-    assert torch.equal(run_with("oracle", advantages, response, free, exact_work=work).weights, datc_weights)
+    close(
+        run_with("red_band", advantages, response, free, prefix_scores=prefix).weights,
+        datc_weights,
+        1e-2,
+    )
+    assert torch.equal(
+        run_with("oracle", advantages, response, free, exact_work=work).weights, datc_weights
+    )
 
 
 def test_p2t_is_its_formula_and_is_seen_to_flip_signs():
     _, advantages, response, _ = random_case(14)
     g = torch.Generator().manual_seed(1)
-    f, e = torch.randn(*response.shape, 5, generator=g), torch.randn(*response.shape, 5, generator=g)
+    f, e = (
+        torch.randn(*response.shape, 5, generator=g),
+        torch.randn(*response.shape, 5, generator=g),
+    )
     evidence = {"reward_grad": f, "token_embedding": e, "null_embedding": e[0, 0]}
     rewards = torch.full((len(f),), -20.0)
     a = run_with("p2t", advantages, response, rewards=rewards, **evidence).token_advantages
@@ -329,7 +437,13 @@ def test_red_adds_centred_reward_differences_and_keeps_the_mean_but_not_the_sign
     scores = torch.cat([torch.zeros(len(work), 1), (work * 1e3 * response).cumsum(-1)], 1)
     a = run_with("red", advantages, response, prefix_scores=scores).token_advantages
     r = work * 1e3 * response
-    close(a, (advantages[:, None] + r - r.sum(-1, keepdim=True) / response.sum(-1, keepdim=True)) * response, 1e-3, 1e-4)
+    close(
+        a,
+        (advantages[:, None] + r - r.sum(-1, keepdim=True) / response.sum(-1, keepdim=True))
+        * response,
+        1e-3,
+        1e-4,
+    )
     close(a.sum(-1) / response.sum(-1), advantages, 1e-3, 1e-5)
     assert (a[response].sign() != advantages[:, None].expand_as(a)[response].sign()).any()
 
@@ -345,13 +459,17 @@ def test_entropy_lets_only_the_most_uncertain_fifth_learn_as_one_mean_over_them(
     folded = grpo.response_mean(ratio * a, response, len(a))
     close(folded, (ratio * advantages[:, None])[chosen].mean(), 1e-5)
     assert (a[chosen].sign() == advantages[:, None].expand_as(a)[chosen].sign()).all()
-    assert (a.sum(-1) / response.sum(-1) - advantages).abs().max() > 0.1, "a response's mean does not hold"
+    assert (a.sum(-1) / response.sum(-1) - advantages).abs().max() > 0.1, (
+        "a response's mean does not hold"
+    )
 
 
 def test_delta_weighs_tokens_typical_of_their_side_more_and_averages_one_over_the_batch():
     advantages, response = torch.tensor([1.0, -1.0]), torch.ones(2, 4).bool()
     common, good, bad = torch.eye(3)
-    hidden = torch.stack([torch.stack([common, common, good, good]), torch.stack([common, common, bad, bad])])
+    hidden = torch.stack(
+        [torch.stack([common, common, good, good]), torch.stack([common, common, bad, bad])]
+    )
     out = run_with("delta", advantages, response, hidden=hidden, sampled_prob=torch.zeros(2, 4))
     w = out.weights
     close(w.mean(), 1.0, 1e-12)
@@ -362,25 +480,45 @@ def test_delta_weighs_tokens_typical_of_their_side_more_and_averages_one_over_th
 def test_delta_is_its_formula_token_by_token_and_keeps_sign_and_bounds_but_not_a_responses_mean():
     _, advantages, response, _ = random_case(20)
     g = torch.Generator().manual_seed(4)
-    hidden, p = torch.randn(*response.shape, 6, generator=g).double(), torch.rand(response.shape, generator=g).double()
+    hidden, p = (
+        torch.randn(*response.shape, 6, generator=g).double(),
+        torch.rand(response.shape, generator=g).double(),
+    )
     out = run_with("delta", advantages.double(), response, hidden=hidden, sampled_prob=p)
-    tokens = [(a, (1 - p[i, t]) * hidden[i, t]) for i, a in enumerate(advantages) for t in range(response[i].sum())]
-    mean = {s: sum(max(s * a, 0) * v for a, v in tokens) / sum(max(s * a, 0) for a, _ in tokens) for s in (1, -1)}
+    tokens = [
+        (a, (1 - p[i, t]) * hidden[i, t])
+        for i, a in enumerate(advantages)
+        for t in range(response[i].sum())
+    ]
+    mean = {
+        s: sum(max(s * a, 0) * v for a, v in tokens) / sum(max(s * a, 0) for a, _ in tokens)
+        for s in (1, -1)
+    }
     sides = [1 if a > 0 else -1 for a, _ in tokens]
     margin = torch.stack(
-        [((v - mean[-s]) ** 2).sum() - ((v - mean[s]) ** 2).sum() for s, (_, v) in zip(sides, tokens, strict=True)]
+        [
+            ((v - mean[-s]) ** 2).sum() - ((v - mean[s]) ** 2).sum()
+            for s, (_, v) in zip(sides, tokens, strict=True)
+        ]
     )
     sides = torch.tensor(sides)
-    gamma = torch.where(sides > 0, margin[sides > 0].std(correction=0), margin[sides < 0].std(correction=0))
+    gamma = torch.where(
+        sides > 0, margin[sides > 0].std(correction=0), margin[sides < 0].std(correction=0)
+    )
     w = 0.8 + 0.4 * torch.sigmoid(margin / gamma)
     w = w / w.mean()
     close(out.weights[response], w, 1e-6)
     assert w.min() >= 2 / 3 and w.max() <= 3 / 2
-    assert (out.weights.sum(-1) / response.sum(-1) - 1).abs().max() > 0.01, "a response's mean does not hold"
+    assert (out.weights.sum(-1) / response.sum(-1) - 1).abs().max() > 0.01, (
+        "a response's mean does not hold"
+    )
 
 
 def test_advantage_estimators_are_their_formulas():
-    rewards, lengths = torch.tensor([1.0, 2.0, 2.0 + 1e-6, 7.0, 5.0, 5.0, 5.0, 5.0]), torch.tensor([4, 8, 2, 8] * 2)
+    rewards, lengths = (
+        torch.tensor([1.0, 2.0, 2.0 + 1e-6, 7.0, 5.0, 5.0, 5.0, 5.0]),
+        torch.tensor([4, 8, 2, 8] * 2),
+    )
 
     def advantages(name):
         return grpo.response_advantages(name, rewards, lengths, 4, 16)
@@ -393,9 +531,11 @@ def test_advantage_estimators_are_their_formulas():
     close(a[:4], torch.tensor([-2.0, -1.0, -1.0, 4.0]) * lengths[:4] / 16, 1e-5)
     close(also_sharp, sharp, 1e-6)  # how good a response was, not how long
     a, sharp = advantages("rank_normal")
-    close(a[:4], torch.special.ndtri(torch.tensor([0.125, 0.5, 0.5, 0.875])), 1e-5, 1e-6)  # ranks ignore rounding
+    close(
+        a[:4], torch.special.ndtri(torch.tensor([0.125, 0.5, 0.5, 0.875])), 1e-5, 1e-6
+    )  # ranks ignore rounding
     close(sharp, a, 0)
-    for name in grpo.ADVANTAGES:
+    for name in train.flags.CHOICES["advantage"]:
         assert (advantages(name)[0][4:] == 0).all(), "ties get nothing"
     with pytest.raises(ValueError, match="rank_normal"):
         advantages("best")
@@ -404,7 +544,7 @@ def test_advantage_estimators_are_their_formulas():
 def test_the_sharpness_of_the_allocation_does_not_depend_on_the_rewards_unit():
     work, _, response, free = random_case(17)
     rewards, lengths = torch.randn(6, generator=torch.Generator().manual_seed(3)), response.sum(-1)
-    for name in grpo.ADVANTAGES:
+    for name in train.flags.CHOICES["advantage"]:
         weights = []
         for unit in (1.0, 100.0):
             a, sharp = grpo.response_advantages(name, unit * rewards, lengths, 3, 40)
@@ -416,7 +556,11 @@ def test_the_readme_explains_every_flag_every_metric_and_every_credit_method(pai
     text = Path("README.md").read_text()
     train.main(arguments(pair, tmp_path / "run", rollouts=1))
     names = {f"`--{name}`" for name in train.Config.__dataclass_fields__}
-    names |= {f"`{key}`" for key in train.read_jsonl(tmp_path / "run" / "metrics.jsonl")[0] if key != "step"}
+    names |= {
+        f"`{key}`"
+        for key in train.read_jsonl(tmp_path / "run" / "metrics.jsonl")[0]
+        if key != "step"
+    }
     names |= {f"`{name}`" for name in credit.CREDIT if "for_tests" not in name}
     missing = sorted(n for n in names if n not in text)
     assert not missing, f"README.md does not explain {missing}"
@@ -426,10 +570,14 @@ def test_the_readmes_own_credit_method_runs(monkeypatch):
     text = Path("README.md").read_text()
     code = text.split("<!-- tested -->\n```python\n")[1].split("```")[0]
     name = code.split('@credit_method("')[1].split('"')[0]
-    monkeypatch.setattr(credit, "CREDIT", {k: v for k, v in credit.CREDIT.items() if k != name})  # a fork may have kept it
+    monkeypatch.setattr(
+        credit, "CREDIT", {k: v for k, v in credit.CREDIT.items() if k != name}
+    )  # a fork may have kept it
     exec(code, {})  # noqa: S102
     work, advantages, response, free = random_case(18)
-    a = run_with(name, advantages, response, free, entropy=work.abs(), sampled_prob=work.abs(), work=work)
+    a = run_with(
+        name, advantages, response, free, entropy=work.abs(), sampled_prob=work.abs(), work=work
+    )
     close(a.token_advantages.sum(-1) / response.sum(-1), advantages, 1e-4)
 
 
@@ -455,14 +603,18 @@ def test_the_update_direction_is_the_gradient_of_the_log_probability():
     logits = torch.randn(4, 9, dtype=torch.float64, requires_grad=True)
     ids = torch.tensor([0, 3, 8, 3])
     logp = logits.log_softmax(-1)[torch.arange(4), ids].sum()
-    close(torch.autograd.grad(logp, logits)[0], datc.update_direction(logits.detach().softmax(-1), ids), 1e-12)
+    close(
+        torch.autograd.grad(logp, logits)[0],
+        datc.update_direction(logits.detach().softmax(-1), ids),
+        1e-12,
+    )
 
 
 def test_the_reward_direction_is_the_gradient_of_the_expected_value_through_the_softmax():
     _, _, _, grad, embedding = random_position()
     logits = torch.randn(5, 37, dtype=torch.float64, requires_grad=True)
     value = (logits.softmax(-1) * (grad @ embedding.T)).sum()
-    g = datc.reward_direction(logits.detach().softmax(-1), grad, embedding)
+    g = datc.reward_direction(logits.detach().softmax(-1), datc.token_value(grad, embedding))
     close(torch.autograd.grad(value, logits)[0], g, 1e-10, 1e-14)
     close(g.sum(-1), torch.zeros(5), 0, 1e-12)
 
@@ -507,10 +659,11 @@ def test_the_streamed_magnitude_is_the_product_of_the_norms(monkeypatch):
     monkeypatch.setattr(datc, "STRIP", 10)
     hidden, head, ids, grad, embedding = random_position(4)
     probs = (hidden @ head.T).softmax(-1)
-    g, k = datc.reward_direction(probs, grad, embedding), datc.update_direction(probs, ids)
-    sums = datc.vocabulary_sums(hidden, head, ids, grad, embedding, chunk=2)
-    close(datc.magnitude_from(sums), g.norm(dim=-1) * k.norm(dim=-1), 1e-9)
-    assert (datc.magnitude_from(sums) >= datc.work_from(sums).abs()).all()
+    g, k = datc.reward_direction(probs, grad @ embedding.T), datc.update_direction(probs, ids)
+    magnitude = datc.work_magnitude(hidden, head, ids, grad, embedding, chunk=2)
+    close(magnitude, g.norm(dim=-1) * k.norm(dim=-1), 1e-9)
+    work = datc.work(hidden, head, ids, grad, embedding, chunk=2)
+    assert (magnitude >= work.abs()).all()
 
 
 def test_work_on_the_whole_vocabulary_as_support_is_the_work():
@@ -519,8 +672,14 @@ def test_work_on_the_whole_vocabulary_as_support_is_the_work():
     d = datc.work_on_support(logits, ids, grad @ embedding.T)
     close(d, datc.work_dense(logits, ids, grad, embedding), 1e-10)
     few, own, support = datc.candidates(logits, ids, 3)
-    assert few.shape == (5, 4) and torch.equal(few[:, -1], ids) and all(len(set(r)) == 4 for r in few.tolist())
-    assert torch.equal(few.gather(1, own[:, None])[:, 0], ids) and torch.equal(support, logits.gather(1, few))
+    assert (
+        few.shape == (5, 4)
+        and torch.equal(few[:, -1], ids)
+        and all(len(set(r)) == 4 for r in few.tolist())
+    )
+    assert torch.equal(few.gather(1, own[:, None])[:, 0], ids) and torch.equal(
+        support, logits.gather(1, few)
+    )
     everything, own, support = datc.candidates(logits, ids, 0)
     assert everything.shape == (5, 37) and torch.equal(own, ids) and torch.equal(support, logits)
 
@@ -545,7 +704,9 @@ def test_streamed_work_never_holds_the_vocabulary_for_all_positions():
         assert datc.work(*inputs).isfinite().all()
         print(peak() - before)
     """
-    out = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=True)
+    out = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=True
+    )
     assert float(out.stdout) < 240, f"streaming took {out.stdout.strip()} MB above its inputs"
 
 
@@ -561,12 +722,14 @@ def relaxed():
     with torch.no_grad():
         hidden, head = response_hidden(policy, rollout), policy.get_output_embeddings().weight[:V]
     base = hidden @ head.T / 0.8  # (B, T, V)
-    inputs = model._inputs(rollout)
+    inputs = model.inputs(rollout)
     sampled, table = model.embedding[inputs.ids].detach(), model.embedding[:V].detach()
 
     def reward(logits):  # (B, T, V) -> (B,)
-        moved = (logits.softmax(-1) - base.softmax(-1)) @ table * inputs.content[..., None]  # (B, T, D)
-        index = inputs.place[..., None].expand_as(moved)
+        moved = (
+            (logits.softmax(-1) - base.softmax(-1)) @ table * inputs.content[..., None]
+        )  # (B, T, D)
+        index = inputs.places[..., None].expand_as(moved)
         with torch.no_grad():
             return model._reward(sampled.scatter_add(1, index, moved), inputs.mask)
 
@@ -629,9 +792,13 @@ def test_a_response_scores_alone_as_in_a_padded_batch(kind, pad_id):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_score_is_the_models_own_on_the_whole_templates_ids(kind):
     model = make_reward_model(kind)
-    text = TOKENIZER.apply_chat_template([*PROMPTS[0], {"role": "assistant", "content": "the cat is red"}], tokenize=False)
+    text = TOKENIZER.apply_chat_template(
+        [*PROMPTS[0], {"role": "assistant", "content": "the cat is red"}], tokenize=False
+    )
     ids = TOKENIZER(text, return_tensors="pt", add_special_tokens=False).input_ids
-    close(model.score(hand_made(TEXTS[:1]))[0], model.model(input_ids=ids).logits[:, 0].detach(), 1e-5)
+    close(
+        model.score(hand_made(TEXTS[:1]))[0], model.model(input_ids=ids).logits[:, 0].detach(), 1e-5
+    )
 
 
 def test_the_gradient_is_exactly_zero_on_stop_tokens_and_padding_and_nowhere_else():
@@ -656,14 +823,21 @@ def test_slices_of_the_reward_batch_change_nothing():
 
 def expected_of(policy, model, rollout):
     hidden = response_hidden(policy, rollout).detach()
-    flat = datc.expected_embedding(hidden.flatten(0, 1), policy.get_output_embeddings().weight[:V], model.embedding[:V])
+    flat = datc.expected_embedding(
+        hidden.flatten(0, 1), policy.get_output_embeddings().weight[:V], model.embedding[:V]
+    )
     return flat.view(*hidden.shape[:2], -1)
 
 
 def test_the_path_gradient_at_one_is_the_gradient_at_the_sample():
     policy, model = make_policy(), make_reward_model()
     rollout = make_rollout(policy)
-    close(model.grad(rollout, expected_of(policy, model, rollout), [1.0]), model.score(rollout, True)[1], 1e-5, 1e-6)
+    close(
+        model.grad(rollout, expected_of(policy, model, rollout), [1.0]),
+        model.score(rollout, True)[1],
+        1e-5,
+        1e-6,
+    )
 
 
 def test_the_path_gradient_is_complete():
@@ -675,9 +849,9 @@ def test_the_path_gradient_is_complete():
     f, e = model.grad(rollout, expected, points), model.embedding[rollout.response_ids]
     free = rollout.free_mask & rollout.content_mask
     moved = ((f * (e - expected)).sum(-1) * free).sum(-1)
-    inputs = model._inputs(rollout)
+    inputs = model.inputs(rollout)
     shift = ((expected - e) * free[..., None]).detach()
-    index = inputs.place[..., None].expand_as(shift)
+    index = inputs.places[..., None].expand_as(shift)
     with torch.no_grad():
         start = model._reward(model.embedding[inputs.ids].scatter_add(1, index, shift), inputs.mask)
     gained = model.score(rollout)[0] - start
@@ -695,14 +869,21 @@ def test_prefix_scores_start_before_the_response_end_at_its_reward_and_stay_ther
     before, _ = reward_grad.template_around_answer(TOKENIZER, PROMPTS[0])
     ids = torch.tensor([before + TOKENIZER("the cat").input_ids])
     states = model.backbone(input_ids=ids).last_hidden_state[0, -1]
-    close(s[0, 2], states.detach() @ model.head.weight[0].detach(), 1e-4)
+    close(s[0, 2], states.detach() @ model.head.detach(), 1e-4)
 
 
 def test_substituted_rewards_are_those_of_the_edited_texts():
     model, rollout = make_reward_model(), hand_made(["the cat is red <end>"])
     red, dog = TOKENIZER.convert_tokens_to_ids(["red", "dog"])
-    values = model.substituted(rollout, torch.tensor([1, 3]), torch.tensor([[dog, red], [dog, red]]))
-    texts = ["the dog is red <end>", "the red is red <end>", "the cat is dog <end>", "the cat is red <end>"]
+    values = model.substituted(
+        rollout, torch.tensor([1, 3]), torch.tensor([[dog, red], [dog, red]])
+    )
+    texts = [
+        "the dog is red <end>",
+        "the red is red <end>",
+        "the cat is dog <end>",
+        "the cat is red <end>",
+    ]
     close(values.flatten(), model.score(hand_made(texts))[0], 1e-5)
 
 
@@ -786,10 +967,18 @@ def test_a_group_of_one_is_refused():
 def test_training_log_probs_are_those_the_sampler_drew_from(kind):
     """With generation defaults that would bend the distribution, padding rows, a temperature and padded prompts."""
     policy = make_policy(kind)
-    hostile = {"top_k": 3, "top_p": 0.5, "repetition_penalty": 2.0, "no_repeat_ngram_size": 2, "min_new_tokens": 5}
+    hostile = {
+        "top_k": 3,
+        "top_p": 0.5,
+        "repetition_penalty": 2.0,
+        "no_repeat_ngram_size": 2,
+        "min_new_tokens": 5,
+    }
     for name, value in hostile.items():
         setattr(policy.generation_config, name, value)
-    rollout = make_rollout(policy, PROMPTS, tokens=12, temperature=0.7, keep_logp=True, sample_batch=2)
+    rollout = make_rollout(
+        policy, PROMPTS, tokens=12, temperature=0.7, keep_logp=True, sample_batch=2
+    )
     mask, head = rollout.response_mask, policy.get_output_embeddings().weight[:V]
     with torch.no_grad():
         hidden = response_hidden(policy, rollout)[mask]
@@ -809,7 +998,11 @@ def test_masks_reach_through_the_first_stop_token_of_any_source():
     policy = make_policy()
     policy.generation_config.eos_token_id = [7, 9]
     vocabulary = shared_vocabulary(policy, TOKENIZER)
-    assert vocabulary.stop_ids == [2, 7, 9]  # the tokenizer's and template's, and the generation config's
+    assert vocabulary.stop_ids == [
+        2,
+        7,
+        9,
+    ]  # the tokenizer's and template's, and the generation config's
     rollout = make_rollout(policy, PROMPTS, group_size=8, tokens=30)
     assert rollout.stopped.any()
     for ids, mask, free, stopped in zip(
@@ -822,10 +1015,12 @@ def test_masks_reach_through_the_first_stop_token_of_any_source():
 
 def test_a_turn_end_that_is_special_only_as_an_added_token_is_a_stop_token():
     tokenizer = bpe_tokenizer(LLAMA3)
-    plain = PreTrainedTokenizerFast(tokenizer_object=tokenizer._tokenizer, eos_token="<|endoftext|>")
+    plain = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer._tokenizer, eos_token="<|endoftext|>"
+    )
     plain.chat_template = LLAMA3
     end = plain.convert_tokens_to_ids("<|eot_id|>")
-    assert end not in plain.all_special_ids and grpo.turn_end_id(plain) == end
+    assert end not in plain.all_special_ids and rollouts.turn_end_id(plain) == end
 
 
 def test_stop_and_whitespace_tokens_are_frozen():
@@ -843,7 +1038,12 @@ def test_padding_and_batch_order_do_not_change_log_probs(kind):
     with torch.no_grad():
         together = response_hidden(policy, rollout)
         for i in (0, 3, 5):
-            close(response_hidden(policy, rows_of(rollout, i))[0], together[i][rollout.response_mask[i]], 1e-4, 1e-4)
+            close(
+                response_hidden(policy, rows_of(rollout, i))[0],
+                together[i][rollout.response_mask[i]],
+                1e-4,
+                1e-4,
+            )
 
 
 def test_token_log_probs_and_their_gradients_are_the_dense_ones(monkeypatch):
@@ -866,7 +1066,10 @@ def test_token_log_probs_and_their_gradients_are_the_dense_ones(monkeypatch):
 
 def test_gradients_of_log_probs_are_bitwise_repeatable_with_several_threads():
     torch.manual_seed(0)
-    hidden, ids = torch.randn(8192, 64), torch.randint(0, 5, (8192,))  # many tokens add to the same rows
+    hidden, ids = (
+        torch.randn(8192, 64),
+        torch.randint(0, 5, (8192,)),
+    )  # many tokens add to the same rows
     grads = []
     torch.set_num_threads(2)
     try:
@@ -882,7 +1085,9 @@ def test_gradients_of_log_probs_are_bitwise_repeatable_with_several_threads():
 def test_the_surrogate_clips_only_what_would_move_further():
     logp = torch.tensor([[0.5, 0.5, -0.5, -0.5]], requires_grad=True)
     a = torch.tensor([[1.0, -1.0, 1.0, -1.0]])
-    loss, stats = grpo.clipped_surrogate(logp, torch.zeros(1, 4), a, torch.ones(1, 4).bool(), 0.2, 1)
+    loss, stats = grpo.clipped_surrogate(
+        logp, torch.zeros(1, 4), a, torch.ones(1, 4).bool(), 0.2, 1
+    )
     up, down = torch.tensor(0.5).exp(), torch.tensor(-0.5).exp()
     close(loss.detach(), -(1.2 - up + down - 0.8) / 4, 1e-6)
     assert (torch.autograd.grad(loss, logp)[0] != 0).tolist() == [[False, True, True, False]]
@@ -915,36 +1120,58 @@ LLAMA3 = (
     "{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n{{ m.content | trim }}<|eot_id|>{% endfor %}"
     "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
 )
-SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>", "<|begin_of_text|>"]
+SPECIAL = [
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<think>",
+    "</think>",
+    "<|begin_of_text|>",
+]
 SPECIAL += ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
 
 
 def bpe_tokenizer(template: str) -> PreTrainedTokenizerFast:
     """Byte-level BPE, as Qwen3 and Llama-3 have."""
     core = Tokenizer(models.BPE())
-    words = Regex(r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
+    words = Regex(
+        r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
     split = pre_tokenizers.Split(words, "isolated")
-    core.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    core.pre_tokenizer = pre_tokenizers.Sequence(
+        [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
     core.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=400, special_tokens=SPECIAL, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+        vocab_size=400,
+        special_tokens=SPECIAL,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
     )
-    core.train_from_iterator(["the cat sat on the mat\n\n the dog  user assistant system\n"] * 20, trainer)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|endoftext|>", additional_special_tokens=SPECIAL[1:])
+    core.train_from_iterator(
+        ["the cat sat on the mat\n\n the dog  user assistant system\n"] * 20, trainer
+    )
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core, eos_token="<|endoftext|>", additional_special_tokens=SPECIAL[1:]
+    )
     tokenizer.chat_template = template
     return tokenizer
 
 
-@pytest.mark.parametrize(("template", "end"), [(CHATML, "<|im_end|>"), (QWEN3, "<|im_end|>"), (LLAMA3, "<|eot_id|>")])
+@pytest.mark.parametrize(
+    ("template", "end"), [(CHATML, "<|im_end|>"), (QWEN3, "<|im_end|>"), (LLAMA3, "<|eot_id|>")]
+)
 def test_sampled_ids_spliced_into_a_template_are_the_whole_templates_ids(template, end):
     tokenizer = bpe_tokenizer(template)
     for answer in ("the cat sat", "A dog!\n\nAnd the end"):
         before, after = reward_grad.template_around_answer(tokenizer, PROMPTS[0])
         spliced = before + tokenizer(answer).input_ids + after
-        text = tokenizer.apply_chat_template([*PROMPTS[0], {"role": "assistant", "content": answer}], tokenize=False)
+        text = tokenizer.apply_chat_template(
+            [*PROMPTS[0], {"role": "assistant", "content": answer}], tokenize=False
+        )
         assert spliced == tokenizer(text, add_special_tokens=False).input_ids
         assert spliced.count(tokenizer.convert_tokens_to_ids("<|begin_of_text|>")) <= 1
-    assert grpo.turn_end_id(tokenizer) == tokenizer.convert_tokens_to_ids(end)
+    assert rollouts.turn_end_id(tokenizer) == tokenizer.convert_tokens_to_ids(end)
 
 
 @pytest.mark.parametrize("template", [QWEN3, LLAMA3])
@@ -955,8 +1182,8 @@ def test_sampled_ids_survive_a_template_that_would_rewrite_their_text(template):
     odd = torch.tensor([ids[::-1] + ids])  # not what any text encodes to
     ones = torch.ones_like(odd).bool()
     rollout = Rollout([PROMPTS[0]], odd, ones, odd, ones, ones, torch.tensor([False]), 1)
-    inputs = model._inputs(rollout)
-    assert inputs.ids[0][inputs.place[0]].tolist() == odd[0].tolist()
+    inputs = model.inputs(rollout)
+    assert inputs.ids[0][inputs.places[0]].tolist() == odd[0].tolist()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -967,7 +1194,10 @@ def test_sampled_ids_survive_a_template_that_would_rewrite_their_text(template):
 def pair(tmp_path_factory):
     """A random policy and reward model on disk, with prompts, as a user would have them."""
     folder = tmp_path_factory.mktemp("pair")
-    for model, name in ((make_policy(initializer_range=0.05), "policy"), (make_classifier(), "reward_model")):
+    for model, name in (
+        (make_policy(initializer_range=0.05), "policy"),
+        (make_classifier(), "reward_model"),
+    ):
         model.save_pretrained(folder / name)
         TOKENIZER.save_pretrained(folder / name)
     rows = [json.dumps({"prompt": p[0]["content"]}) + "\n" for p in PROMPTS]
@@ -976,9 +1206,15 @@ def pair(tmp_path_factory):
 
 
 def arguments(pair, out, *extra, rollouts=4):
-    flags = {"policy": pair / "policy", "reward_model": pair / "reward_model", "prompts": pair / "prompts.jsonl"}
+    flags = {
+        "policy": pair / "policy",
+        "reward_model": pair / "reward_model",
+        "prompts": pair / "prompts.jsonl",
+    }
     flags |= {"output_dir": out, "rollouts": rollouts, "max_response_tokens": 10, "save_every": 2}
-    return [str(x) for name, value in flags.items() for x in (f"--{name}", value)] + [str(x) for x in extra]
+    return [str(x) for name, value in flags.items() for x in (f"--{name}", value)] + [
+        str(x) for x in extra
+    ]
 
 
 def read_metrics(out: Path, *without):
@@ -998,7 +1234,9 @@ def same_weights(a: Path, b: Path) -> bool:
 def test_the_same_seed_gives_the_same_run_and_another_seed_another(pair, tmp_path):
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
         train.main(arguments(pair, tmp_path / name, "--seed", seed))
-    assert read_metrics(tmp_path / "a") == read_metrics(tmp_path / "b") != read_metrics(tmp_path / "c")
+    assert (
+        read_metrics(tmp_path / "a") == read_metrics(tmp_path / "b") != read_metrics(tmp_path / "c")
+    )
     assert same_weights(tmp_path / "a" / "final", tmp_path / "b" / "final")
 
 
@@ -1022,12 +1260,16 @@ def test_datc_with_a_band_of_one_trains_like_grpo_bit_for_bit(pair, tmp_path):
     assert not same_weights(tmp_path / "grpo" / "final", tmp_path / "four" / "final")
 
 
-@pytest.mark.parametrize("extra", [("--credit", "shuffle", "--grad_at", "0.25", "0.75"), ("--epochs", "2")])
+@pytest.mark.parametrize(
+    "extra", [("--credit", "shuffle", "--grad_at", "0.25", "0.75"), ("--epochs", "2")]
+)
 def test_four_rollouts_are_two_and_a_resume_and_two(pair, tmp_path, extra):
     train.main(arguments(pair, tmp_path / "whole", *extra))
     train.main(arguments(pair, tmp_path / "parts", *extra, rollouts=2))
     with (tmp_path / "parts" / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 2, "reward": 99}\n{"step": 3, "rew')  # a rollout after the checkpoint, and a killed write
+        file.write(
+            '{"step": 2, "reward": 99}\n{"step": 3, "rew'
+        )  # a rollout after the checkpoint, and a killed write
     train.main(["--resume", str(tmp_path / "parts"), "--rollouts", "4"])
     assert read_metrics(tmp_path / "whole") == read_metrics(tmp_path / "parts")
     assert same_weights(tmp_path / "whole" / "final", tmp_path / "parts" / "final")
@@ -1035,7 +1277,9 @@ def test_four_rollouts_are_two_and_a_resume_and_two(pair, tmp_path, extra):
 
 
 def gradient(pair, micro_batch, method="datc", **extra):
-    config = train.parse(arguments(pair, "unused", "--credit", method, "--micro_batch", micro_batch))
+    config = train.parse(
+        arguments(pair, "unused", "--credit", method, "--micro_batch", micro_batch)
+    )
     config = replace(config, max_grad_norm=1e9, learning_rate=1e-9, **extra)
     policy, model = make_policy(), make_reward_model()
     learner = train.Learner(policy, model, shared_vocabulary(policy, TOKENIZER), config)
@@ -1043,7 +1287,9 @@ def gradient(pair, micro_batch, method="datc", **extra):
     rewards, grad = model.score(rollout, with_grad=learner.grad_at_sample)
     advantages, sharpness = learner.advantages(rollout, rewards)
     kept = {}
-    learner.optimizer.step = lambda: kept.update({n: p.grad.clone() for n, p in policy.named_parameters()})
+    learner.optimizer.step = lambda: kept.update(
+        {n: p.grad.clone() for n, p in policy.named_parameters()}
+    )
     reference = learner.reference_logp(rollout) - 0.1 * rollout.response_mask
     scored = train.Scored(rollout, rewards, advantages, grad, reference, sharpness)
     metrics, *_ = learner.update(scored, 0, train.Clock("cpu"))
@@ -1064,7 +1310,9 @@ def test_micro_batches_of_any_size_give_the_same_gradient(pair, method):
         parts, m = gradient(pair, size, method, **extra)
         for name, g in whole.items():
             close(parts[name], g, 1e-3, 1e-5 * g.abs().max().item())
-        assert m.keys() == metrics.keys() and all(abs(m[k] - metrics[k]) < 1e-4 * (1 + abs(metrics[k])) for k in m)
+        assert m.keys() == metrics.keys() and all(
+            abs(m[k] - metrics[k]) < 1e-4 * (1 + abs(metrics[k])) for k in m
+        )
 
 
 def test_the_loop_hands_the_sharpness_of_the_estimator_to_the_allocation(pair, monkeypatch):
@@ -1081,10 +1329,14 @@ def test_the_loop_hands_the_sharpness_of_the_estimator_to_the_allocation(pair, m
 
 def test_every_trained_weight_gets_a_gradient_and_the_reward_rises(pair, tmp_path):
     gradients, _ = gradient(pair, 6)
-    assert all(g.abs().max() > 0 for g in gradients.values()), [n for n, g in gradients.items() if g.abs().max() == 0]
+    assert all(g.abs().max() > 0 for g in gradients.values()), [
+        n for n, g in gradients.items() if g.abs().max() == 0
+    ]
     train.main(arguments(pair, tmp_path / "run", "--learning_rate", 5e-3, "--beta", 0, rollouts=30))
     rewards = [r["reward"] for r in read_metrics(tmp_path / "run")]
-    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.5 * torch.tensor(rewards[:5]).std().item(), rewards
+    assert (
+        sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.5 * torch.tensor(rewards[:5]).std().item()
+    ), rewards
 
 
 def test_grpo_asks_the_reward_model_for_no_gradient(pair, monkeypatch):
@@ -1092,14 +1344,18 @@ def test_grpo_asks_the_reward_model_for_no_gradient(pair, monkeypatch):
         raise AssertionError("GRPO computed credit evidence")
 
     monkeypatch.setattr(RewardModel, "_reward_and_grad", refuse)
-    monkeypatch.setattr(train, "vocabulary_sums", refuse)
+    monkeypatch.setattr(datc, "work", refuse)
     config = train.parse(arguments(pair, "unused", "--credit", "grpo"))
     policy, model = make_policy(), make_reward_model()
     learner = train.Learner(policy, model, shared_vocabulary(policy, TOKENIZER), config)
     rollout = make_rollout(policy)
     rewards, grad = model.score(rollout, with_grad=learner.grad_at_sample)
     assert grad is None
-    learner.update(train.Scored(rollout, rewards, rewards, grad, learner.reference_logp(rollout)), 0, train.Clock("cpu"))
+    learner.update(
+        train.Scored(rollout, rewards, rewards, grad, learner.reference_logp(rollout)),
+        0,
+        train.Clock("cpu"),
+    )
 
 
 def test_one_policy_forward_a_micro_batch_serves_credit_and_loss(pair):
@@ -1110,14 +1366,20 @@ def test_one_policy_forward_a_micro_batch_serves_credit_and_loss(pair):
     rewards, grad = model.score(rollout, with_grad=True)
     calls, plain = [], policy.base_model.forward
     policy.base_model.forward = lambda **kw: calls.append(len(kw["input_ids"])) or plain(**kw)
-    learner.update(train.Scored(rollout, rewards, group_advantages(rewards, 2), grad, None), 0, train.Clock("cpu"))
+    learner.update(
+        train.Scored(rollout, rewards, group_advantages(rewards, 2), grad, None),
+        0,
+        train.Clock("cpu"),
+    )
     assert calls == [2, 2]
 
 
 def test_the_reference_is_the_start_however_far_the_policy_has_moved(pair):
     config = train.parse(arguments(pair, "unused"))
     policy = make_policy()
-    learner = train.Learner(policy, make_reward_model(), shared_vocabulary(policy, TOKENIZER), config)
+    learner = train.Learner(
+        policy, make_reward_model(), shared_vocabulary(policy, TOKENIZER), config
+    )
     rollout = make_rollout(policy)
     before = learner.reference_logp(rollout)
     with torch.no_grad():
@@ -1133,7 +1395,9 @@ def test_ctrl_c_leaves_a_run_that_can_be_resumed(pair, tmp_path):
     command = [sys.executable, "train.py", *arguments(pair, out, rollouts=100_000)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     for _ in range(600):
-        if (out / "metrics.jsonl").exists() and len((out / "metrics.jsonl").read_text().splitlines()) >= 3:
+        if (out / "metrics.jsonl").exists() and len(
+            (out / "metrics.jsonl").read_text().splitlines()
+        ) >= 3:
             break
         time.sleep(0.1)
     process.send_signal(signal.SIGINT)
@@ -1149,11 +1413,21 @@ def test_ctrl_c_leaves_a_run_that_can_be_resumed(pair, tmp_path):
 # Real checkpoints: LoRA, supervised start, memory, self-checks.
 
 
-def test_lora_trains_float32_adapters_against_the_frozen_start_and_saves_them_in_peft_format(pair, tmp_path):
+def test_lora_trains_float32_adapters_against_the_frozen_start_and_saves_them_in_peft_format(
+    pair, tmp_path
+):
     from peft import PeftModel
 
     out = tmp_path / "run"
-    lora = ("--lora_rank", 4, "--learning_rate", 1e-2, "--gradient_checkpointing", "--dtype", "bfloat16")
+    lora = (
+        "--lora_rank",
+        4,
+        "--learning_rate",
+        1e-2,
+        "--gradient_checkpointing",
+        "--dtype",
+        "bfloat16",
+    )
     train.main(arguments(pair, out, *lora))
     rows = read_metrics(out)
     assert rows[0]["kl"] == 0 and rows[-1]["kl"] > 0 and 0 < rows[0]["check/sampler_gap"] < 0.1
@@ -1169,19 +1443,36 @@ def test_lora_trains_float32_adapters_against_the_frozen_start_and_saves_them_in
 
 
 def make_policy_logits(pair, ids):
-    return load.AutoModelForCausalLM.from_pretrained(pair / "policy", dtype=torch.bfloat16)(input_ids=ids).logits
+    return load.AutoModelForCausalLM.from_pretrained(pair / "policy", dtype=torch.bfloat16)(
+        input_ids=ids
+    ).logits
 
 
 @pytest.mark.parametrize("rank", [0, 8])
 def test_a_supervised_start_learns_the_answers_and_is_what_the_kl_refers_to(pair, tmp_path, rank):
-    rows = [{"prompt": "describe the cat", "chosen": [{"role": "assistant", "content": "it was red"}]}] * 400
+    rows = [
+        {"prompt": "describe the cat", "chosen": [{"role": "assistant", "content": "it was red"}]}
+    ] * 400
     (tmp_path / "p.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
-    extra = ("--prompts", tmp_path / "p.jsonl", "--sft_examples", 400, "--sft_learning_rate", 1e-2, "--lora_rank", rank)
+    extra = (
+        "--prompts",
+        tmp_path / "p.jsonl",
+        "--sft_examples",
+        400,
+        "--sft_learning_rate",
+        1e-2,
+        "--lora_rank",
+        rank,
+    )
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     train.main(arguments(pair, whole, *extra))
     first = train.read_jsonl(whole / "samples.jsonl")[0]
-    assert all(0 < p <= 1 for p in first["token_p"]) and len(first["token_p"]) == len(first["tokens"])
-    assert first["response"] == "it was red" or rank  # adapters alone cannot teach a random model to talk
+    assert all(0 < p <= 1 for p in first["token_p"]) and len(first["token_p"]) == len(
+        first["tokens"]
+    )
+    assert (
+        first["response"] == "it was red" or rank
+    )  # adapters alone cannot teach a random model to talk
     assert read_metrics(whole)[0]["kl"] == pytest.approx(0, abs=1e-6)
     train.main(arguments(pair, parts, *extra, rollouts=2))
     train.main(["--resume", str(parts), "--rollouts", "4"])
@@ -1189,18 +1480,23 @@ def test_a_supervised_start_learns_the_answers_and_is_what_the_kl_refers_to(pair
 
 
 def test_a_cut_demonstration_does_not_teach_to_stop():
-    import sft
+    from machinery import sft
 
     examples = [(PROMPTS[0], "the cat is red"), (PROMPTS[0], "it")]
     vocabulary = shared_vocabulary(make_policy(), TOKENIZER)
     demo = sft.demonstrations(TOKENIZER, examples, vocabulary, max_tokens=8)
-    texts = [TOKENIZER.decode(ids[mask]) for ids, mask in zip(demo.response_ids, demo.response_mask, strict=True)]
+    texts = [
+        TOKENIZER.decode(ids[mask])
+        for ids, mask in zip(demo.response_ids, demo.response_mask, strict=True)
+    ]
     assert not texts[0].endswith("<end>") and texts[1] == "it <end>"
     assert demo.prompt_mask.sum(-1).max() + demo.response_mask.sum(-1).max() == 8
 
 
 def test_sft_needs_chosen_answers(pair, tmp_path):
-    assert 'needs a column "chosen"' in error_of(arguments(pair, tmp_path / "out", "--sft_examples", 4))
+    assert 'needs a column "chosen"' in error_of(
+        arguments(pair, tmp_path / "out", "--sft_examples", 4)
+    )
 
 
 def test_the_length_window_punishes_stubs_and_novels_only():
@@ -1210,28 +1506,40 @@ def test_the_length_window_punishes_stubs_and_novels_only():
 
 def test_the_std_floor_shrinks_advantages_of_quiet_groups_only():
     rewards = torch.tensor([0.0, 0.1, 0.0, 4.0])
-    assert group_advantages(rewards, 2, std_floor=1.0).tolist() == pytest.approx([-0.05, 0.05, -1.0, 1.0])
+    assert group_advantages(rewards, 2, std_floor=1.0).tolist() == pytest.approx(
+        [-0.05, 0.05, -1.0, 1.0]
+    )
 
 
 def test_devs_reward_shaping_changes_the_advantages_and_never_the_logged_reward(pair, tmp_path):
     train.main(arguments(pair, tmp_path / "a", rollouts=1))
-    train.main(arguments(pair, tmp_path / "b", "--length_penalty", 5, "--advantage_std_floor", 3, rollouts=1))
+    train.main(
+        arguments(
+            pair, tmp_path / "b", "--length_penalty", 5, "--advantage_std_floor", 3, rollouts=1
+        )
+    )
     a, b = (train.read_jsonl(tmp_path / x / "samples.jsonl")[0] for x in "ab")
     assert a["reward"] == b["reward"] and a["advantage"] != b["advantage"]
 
 
-def test_the_memory_estimate_counts_weights_exactly_and_names_the_flag_that_would_help(pair, monkeypatch):
+def test_the_memory_estimate_counts_weights_exactly_and_names_the_flag_that_would_help(
+    pair, monkeypatch
+):
     config = train.parse(arguments(pair, "unused", "--lora_rank", 4))
     policy, reward = make_policy(), make_classifier()
     parts = load.memory_estimate(config, policy.config, reward.config)
     assert parts["policy weights"] == 4 * sum(p.numel() for p in policy.parameters())
     assert parts["reward model weights"] == 4 * sum(p.numel() for p in reward.parameters())
-    adapters = sum(p.numel() for n, p in load.add_lora(policy, 4).named_parameters() if "lora_" in n)
+    adapters = sum(
+        p.numel() for n, p in load.add_lora(policy, 4).named_parameters() if "lora_" in n
+    )
     assert parts["adapters, gradients, optimizer"] == 4 * 5 * adapters
     assert load.check_memory(config) > 0  # on a CPU nothing is refused
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (held, held))
     gpu = replace(config, device="cuda", sample_batch=10_000, prompts_per_rollout=5_000)
-    held = 1.2 * load.total_estimate(load.memory_estimate(replace(gpu, sample_batch=1), policy.config, reward.config))
+    held = 1.2 * load.total_estimate(
+        load.memory_estimate(replace(gpu, sample_batch=1), policy.config, reward.config)
+    )
     with pytest.raises(ValueError, match="--sample_batch"):
         load.check_memory(gpu)
 
@@ -1260,7 +1568,7 @@ def test_a_policy_with_capped_logits_or_live_dropout_is_refused_at_the_start():
 
 
 def test_every_preset_is_a_valid_configuration():
-    for name in train.PRESETS:
+    for name in train.flags.PRESETS:
         config = train.parse(["--preset", name, "--band", "2.0"])
         assert config.band == 2.0 and (config.policy is None) == (name in tiny.WORLDS)
 
@@ -1269,7 +1577,9 @@ def test_a_failed_save_keeps_the_last_good_checkpoint(pair, tmp_path, monkeypatc
     plain = torch.save
 
     def full_disk(state, path):
-        plain(state, path) if "checkpoint-2" in str(path) else (_ for _ in ()).throw(OSError(28, "No space left on device"))
+        plain(state, path) if "checkpoint-2" in str(path) else (_ for _ in ()).throw(
+            OSError(28, "No space left on device")
+        )
 
     monkeypatch.setattr(torch, "save", full_disk)
     message = error_of(arguments(pair, tmp_path / "run"))
@@ -1297,13 +1607,21 @@ def evaluated(capsys, *argv) -> str:
 
 
 def model_flags(pair):
-    flags = {"policy": pair / "policy", "reward_model": pair / "reward_model", "prompts": pair / "prompts.jsonl"}
+    flags = {
+        "policy": pair / "policy",
+        "reward_model": pair / "reward_model",
+        "prompts": pair / "prompts.jsonl",
+    }
     return [x for k, v in flags.items() for x in (f"--{k}", v)] + ["--max_response_tokens", 8]
 
 
 def test_eval_reward_sets_models_side_by_side_with_win_rates(pair, runs, capsys):
     out = evaluated(capsys, "reward", runs / "grpo", runs / "datc", pair / "policy", "--samples", 4)
-    assert out.count("\n| " + str(runs)) == 2 + 3 and "win rate" in out and out.startswith("No held-out prompts known")
+    assert (
+        out.count("\n| " + str(runs)) == 2 + 3
+        and "win rate" in out
+        and out.startswith("No held-out prompts known")
+    )
     same = evaluated(capsys, "reward", runs / "grpo", runs / "grpo", "--samples", 2)
     assert "| 0.5 " in same, "a model against itself on the same seeds wins half"
 
@@ -1311,14 +1629,32 @@ def test_eval_reward_sets_models_side_by_side_with_win_rates(pair, runs, capsys)
 def test_eval_plot_and_compare_write_figures_and_tables(pair, runs, tmp_path, capsys):
     out = evaluated(capsys, "plot", runs / "grpo", runs / "datc", "--out", tmp_path / "p.png")
     assert (tmp_path / "p.png").read_bytes()[:4] == b"\x89PNG" and "| datc" in out
-    flags = [*model_flags(pair), "--rollouts", 2, "--credit", "grpo", "datc+rloo@0.5", "--seeds", 2, "--folder", tmp_path / "c"]
+    flags = [
+        *model_flags(pair),
+        "--rollouts",
+        2,
+        "--credit",
+        "grpo",
+        "datc+rloo@0.5",
+        "--seeds",
+        2,
+        "--folder",
+        tmp_path / "c",
+    ]
     out = evaluated(capsys, "compare", *flags, "--out", tmp_path / "c.png")
     assert out.count("datc+rloo@0.5") == 2 and len(list((tmp_path / "c" / "tiny").iterdir())) == 4
     config = evaluate.read_config(tmp_path / "c" / "tiny" / "datc+rloo@0.5-0.0006-s1")
-    assert (config.credit, config.grad_at, config.advantage, config.seed) == ("datc", [0.5], "rloo", 1)
+    assert (config.credit, config.grad_at, config.advantage, config.seed) == (
+        "datc",
+        [0.5],
+        "rloo",
+        1,
+    )
     written = {p: p.stat().st_mtime_ns for p in (tmp_path / "c").rglob("metrics.jsonl")}
     evaluated(capsys, "compare", *flags, "--out", tmp_path / "c.png")
-    assert written == {p: p.stat().st_mtime_ns for p in written}, "what is there is not trained again"
+    assert written == {p: p.stat().st_mtime_ns for p in written}, (
+        "what is there is not trained again"
+    )
     with pytest.raises(SystemExit, match="holds another run: --band 4.0 .not 2.0"):
         evaluated(capsys, "compare", *flags, "--band", 2.0, "--out", tmp_path / "c.png")
 
@@ -1333,7 +1669,12 @@ def test_eval_heatmap_is_one_page_with_escaped_text_and_every_token(runs, tmp_pa
     (hostile / "samples.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     evaluated(capsys, "heatmap", hostile)
     page = (hostile / "heatmap.html").read_text()
-    assert "<script" not in page and "&lt;script&gt;" in page and "http" not in page and "prefers-color-scheme" in page
+    assert (
+        "<script" not in page
+        and "&lt;script&gt;" in page
+        and "http" not in page
+        and "prefers-color-scheme" in page
+    )
     assert page.count("<span class=t") == sum(len(r["tokens"]) for r in rows)
 
 
@@ -1341,13 +1682,14 @@ def test_the_gain_through_shared_parameters_is_the_derivative_along_the_paramete
     config = replace(train.parse(arguments(pair, "unused")), beta=0.0, missing_eos_penalty=0.0)
     policy, model = make_policy("gpt2").double(), make_reward_model("gpt2", double=True)
     learner = train.Learner(policy, model, shared_vocabulary(policy, TOKENIZER), config)
-    learner.method = evaluate.with_needs(learner.method, {"reward_grad"})
     rollout = make_rollout(policy)
     x, p = evaluate.predicted_gains(learner, rollout, 0)
     rewards, grad = model.score(rollout, with_grad=True)
     a, mask = group_advantages(rewards, 2), rollout.response_mask
     hidden, logp, entropy = learner.forward(rollout)
-    inputs = learner.evidence(train.Scored(rollout, rewards, a, grad, None), hidden, logp, entropy, 0, None)
+    inputs = learner.evidence(
+        train.Scored(rollout, rewards, a, grad, None), hidden, logp, entropy, 0, None
+    )
     w = learner.method(inputs).weights
     (a[:, None] * (w - 1) * logp / mask.sum(-1, keepdim=True) * mask).sum().div(4).backward()
     steps = [t.grad for t in learner.weights]
@@ -1363,15 +1705,22 @@ def test_the_gain_through_shared_parameters_is_the_derivative_along_the_paramete
         return out
 
     assert (reward_at(1e-5) - reward_at(-1e-5)) / 2e-5 == pytest.approx(p, rel=1e-5)
-    assert x == pytest.approx(((a[:, None] * (w - 1) * inputs.work).sum(-1) / mask.sum(-1)).mean().item())
+    assert x == pytest.approx(
+        ((a[:, None] * (w - 1) * inputs.work).sum(-1) / mask.sum(-1)).mean().item()
+    )
     assert x > 0
 
 
 def test_with_the_logits_as_parameters_the_two_predicted_gains_agree_exactly():
     hidden, head, ids, grad, embedding = random_position(6)
     logits = (hidden @ head.T).requires_grad_()
-    a, w = torch.tensor([1.0, -1, 0.5, 2, -0.3]).double(), torch.tensor([0.5, 1.5, 1, 0.7, 1.3]).double()
-    (move,) = torch.autograd.grad((a * (w - 1) * logits.log_softmax(-1)[torch.arange(5), ids]).sum() / 5, logits)
+    a, w = (
+        torch.tensor([1.0, -1, 0.5, 2, -0.3]).double(),
+        torch.tensor([0.5, 1.5, 1, 0.7, 1.3]).double(),
+    )
+    (move,) = torch.autograd.grad(
+        (a * (w - 1) * logits.log_softmax(-1)[torch.arange(5), ids]).sum() / 5, logits
+    )
     (slope,) = torch.autograd.grad((logits.softmax(-1) * (grad @ embedding.T)).sum(), logits)
     d = datc.work_dense(logits.detach(), ids, grad, embedding)
     close((move * slope).sum(), (a * (w - 1) * d).mean(), 1e-10)
@@ -1380,8 +1729,24 @@ def test_with_the_logits_as_parameters_the_two_predicted_gains_agree_exactly():
 def test_eval_gain_fidelity_and_cost_print_their_tables(pair, tmp_path, capsys):
     out = evaluated(capsys, "gain", *model_flags(pair), "--batches", 3, "--out", tmp_path / "g.png")
     assert "| 3 " in out and "Pearson" in out and (tmp_path / "g.png").exists()
-    out = evaluated(capsys, "fidelity", *model_flags(pair), "--responses", 3, "--top_k", 4, "--points", "1.0", "0.25,0.75")
-    assert "| 0.25,0.75" in out and "prefix differences" in out and "--grad_at" in out and "chance in 32" in out
+    out = evaluated(
+        capsys,
+        "fidelity",
+        *model_flags(pair),
+        "--responses",
+        3,
+        "--top_k",
+        4,
+        "--points",
+        "1.0",
+        "0.25,0.75",
+    )
+    assert (
+        "| 0.25,0.75" in out
+        and "prefix differences" in out
+        and "--grad_at" in out
+        and "chance in 32" in out
+    )
     assert "random_direction" not in out
     texts = int(out.split(" substituted")[0].split()[-1])
     assert texts % 5 == 0 and f"{-(-texts // 64)} reward-model passes" in out
@@ -1392,15 +1757,24 @@ def test_eval_gain_fidelity_and_cost_print_their_tables(pair, tmp_path, capsys):
 def test_a_linear_reward_models_first_order_work_is_perfectly_faithful(pair, capsys, monkeypatch):
     """The yardstick measures what it says: where the reward IS linear in the embeddings, d and exact d rank alike."""
 
-    class Linear(RewardModel):
-        def _read(self, embeds, mask, places):
-            taste = torch.linspace(-1, 1, embeds.shape[-1])
-            total = (embeds * mask[..., None]).cumsum(1) @ taste
-            return total.gather(1, places)
+    def linear(backbone, head, embeds, mask, places):
+        taste = torch.linspace(-1, 1, embeds.shape[-1])
+        total = (embeds * mask[..., None]).cumsum(1) @ taste
+        return total.gather(1, places)
 
-    monkeypatch.setattr(load, "RewardModel", Linear)
+    monkeypatch.setattr(reward_grad, "read_score", linear)
     command = ["fidelity", *model_flags(pair), "--responses", 4, "--points", "1.0", "--credit"]
-    out = evaluated(capsys, *command, "datc", "inverted", "oracle", "grpo", "random_direction", "entropy", "red_band")
+    out = evaluated(
+        capsys,
+        *command,
+        "datc",
+        "inverted",
+        "oracle",
+        "grpo",
+        "random_direction",
+        "entropy",
+        "red_band",
+    )
     measured = {
         row[1].strip(): float(row[3])
         for row in (line.split("|") for line in out.splitlines())
@@ -1410,13 +1784,17 @@ def test_a_linear_reward_models_first_order_work_is_perfectly_faithful(pair, cap
     assert measured["red_band"] == measured["prefix differences"]
     out = evaluated(capsys, *command, "oracle", "--top_k", 8)
     assert "| oracle             | 4         | 1 " in out
-    assert "grpo" not in measured and abs(measured["random_direction"]) < 0.9 and "entropy" in measured
+    assert (
+        "grpo" not in measured and abs(measured["random_direction"]) < 0.9 and "entropy" in measured
+    )
 
 
 def test_ranks_average_ties_and_spearman_is_theirs():
     assert evaluate.ranks(torch.tensor([3.0, 1.0, 3.0, 2.0])).tolist() == [3.5, 1.0, 3.5, 2.0]
     x = torch.tensor([1.0, 2.0, 3.0, 4.0])
-    assert evaluate.spearman(x, x.exp()) == pytest.approx(1) and evaluate.spearman(x, -x) == pytest.approx(-1)
+    assert evaluate.spearman(x, x.exp()) == pytest.approx(1) and evaluate.spearman(
+        x, -x
+    ) == pytest.approx(-1)
 
 
 FIELDS = {
@@ -1427,25 +1805,48 @@ FIELDS = {
 QUESTIONS = {
     "alpaca_eval": [{"instruction": "describe the cat"}, {"instruction": "describe the dog"}],
     "arena_hard": [{"uid": "u1", "prompt": "describe the cat"}, {"uid": "u2", "prompt": "a"}],
-    "mt_bench": [{"question_id": 81, "turns": ["a", "describe the cat"]}, {"question_id": 82, "turns": ["the", "a"]}],
+    "mt_bench": [
+        {"question_id": 81, "turns": ["a", "describe the cat"]},
+        {"question_id": 82, "turns": ["the", "a"]},
+    ],
 }
 
 
 @pytest.mark.parametrize("name", FIELDS)
-def test_eval_answers_writes_one_record_a_question_in_the_benchmarks_format(runs, tmp_path, capsys, name):
+def test_eval_answers_writes_one_record_a_question_in_the_benchmarks_format(
+    runs, tmp_path, capsys, name
+):
     questions, out = tmp_path / "q.jsonl", tmp_path / "answers.json"
     questions.write_text(json.dumps(QUESTIONS[name][0]) + "\n")
-    command = ["answers", runs / "datc", "--format", name, "--questions", questions, "--out", out, "--max_tokens", 6]
+    command = [
+        "answers",
+        runs / "datc",
+        "--format",
+        name,
+        "--questions",
+        questions,
+        "--out",
+        out,
+        "--max_tokens",
+        6,
+    ]
     evaluated(capsys, *command)
-    questions.write_text("".join(json.dumps(q) + "\n" for q in [*QUESTIONS[name], QUESTIONS[name][0]]))
+    questions.write_text(
+        "".join(json.dumps(q) + "\n" for q in [*QUESTIONS[name], QUESTIONS[name][0]])
+    )
     first = out.read_text()
     evaluated(capsys, *command)
     records = json.loads(out.read_text()) if name == "alpaca_eval" else train.read_jsonl(out)
     assert len(records) == 2 and all(set(r) == FIELDS[name] for r in records)
-    assert json.dumps(records[0], indent=None)[:40] in first.replace("\n ", "").replace(" {", "{") or name == "alpaca_eval"
+    assert (
+        json.dumps(records[0], indent=None)[:40] in first.replace("\n ", "").replace(" {", "{")
+        or name == "alpaca_eval"
+    )
     if name == "arena_hard":
         user, assistant = records[1]["messages"]
-        assert user == {"role": "user", "content": "a"} and isinstance(assistant["content"]["answer"], str)
+        assert user == {"role": "user", "content": "a"} and isinstance(
+            assistant["content"]["answer"], str
+        )
     if name == "mt_bench":
         assert [len(r["choices"][0]["turns"]) for r in records] == [2, 2]
 
@@ -1503,13 +1904,20 @@ def test_prompt_files_that_cannot_be_used_are_refused(pair, tmp_path):
         file.write_text(text)
         return error_of(arguments(pair, tmp_path / "out", "--prompts", file, *extra))
 
-    assert "no such file" in error_of(arguments(pair, tmp_path / "out", "--prompts", "missing.jsonl"))
+    assert "no such file" in error_of(
+        arguments(pair, tmp_path / "out", "--prompts", "missing.jsonl")
+    )
     assert "is empty" in refused("\n")
     assert "one JSON object a line" in refused("describe the cat\n")
-    assert "no column 'question' (it has: prompt)" in refused('{"prompt": "a"}\n', "--prompt_column", "question")
+    assert "no column 'question' (it has: prompt)" in refused(
+        '{"prompt": "a"}\n', "--prompt_column", "question"
+    )
     assert "empty prompt" in refused('{"prompt": " "}\n')
     long = json.dumps({"prompt": "the " * 100}) + "\n"
-    assert "1 of 2 prompts" in (message := refused('{"prompt": "a"}\n' + long)) and "--max_prompt_tokens 64" in message
+    assert (
+        "1 of 2 prompts" in (message := refused('{"prompt": "a"}\n' + long))
+        and "--max_prompt_tokens 64" in message
+    )
     assert not (tmp_path / "out").exists()
 
 
@@ -1531,7 +1939,17 @@ def test_models_that_cannot_be_used_are_refused(pair, tmp_path):
     (tmp_path / "bare" / "chat_template.jinja").unlink()
     assert "--chat_template FILE" in error_of([*base, "--policy", tmp_path / "bare"])
     (tmp_path / "t.jinja").write_text(tiny.CHAT_TEMPLATE)
-    train.main([*base, "--policy", str(tmp_path / "bare"), "--chat_template", str(tmp_path / "t.jinja"), "--rollouts", "1"])
+    train.main(
+        [
+            *base,
+            "--policy",
+            str(tmp_path / "bare"),
+            "--chat_template",
+            str(tmp_path / "t.jinja"),
+            "--rollouts",
+            "1",
+        ]
+    )
 
 
 def test_a_folder_that_holds_another_run_is_left_alone(pair, tmp_path):
@@ -1542,13 +1960,13 @@ def test_a_folder_that_holds_another_run_is_left_alone(pair, tmp_path):
 
 
 def test_a_nan_reward_stops_the_run_and_keeps_the_last_checkpoint(pair, tmp_path, monkeypatch):
-    plain = RewardModel._reward
+    plain = reward_grad.read_score
 
-    def breaks(self, *args):
-        out = plain(self, *args)
+    def breaks(*args):
+        out = plain(*args)
         return out * torch.nan if (tmp_path / "run" / "checkpoint-2").exists() else out
 
-    monkeypatch.setattr(RewardModel, "_reward", breaks)
+    monkeypatch.setattr(reward_grad, "read_score", breaks)
     assert "NaN" in error_of(arguments(pair, tmp_path / "run", rollouts=10))
     assert len(read_metrics(tmp_path / "run")) == 2
     assert len(weights_of(tmp_path / "run" / "checkpoint-2")) > 5
@@ -1574,12 +1992,19 @@ def test_a_world_is_built_once_and_a_half_built_one_is_never_used(tmp_path, monk
     small = tiny.Recipe(hidden_size=16, layers=1, sft_texts=64, reward_steps=3, reward_topics=2)
     monkeypatch.setitem(tiny.WORLDS, "small", small)
     plain = tiny.train_reward_model
-    monkeypatch.setattr(tiny, "train_reward_model", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(
+        tiny, "train_reward_model", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)
+    )
     with pytest.raises(KeyboardInterrupt):
         tiny.build("small", tmp_path)
     monkeypatch.setattr(tiny, "train_reward_model", plain)
     folder = tiny.build("small", tmp_path)
     assert tiny.build("small", tmp_path) == folder
-    assert {p.name for p in folder.iterdir()} == {"policy", "reward_model", "prompts.jsonl", "held_out.jsonl"}
+    assert {p.name for p in folder.iterdir()} == {
+        "policy",
+        "reward_model",
+        "prompts.jsonl",
+        "held_out.jsonl",
+    }
     monkeypatch.setitem(tiny.WORLDS, "small", replace(small, rms_norm_eps=1e-6))
     assert tiny.build("small", tmp_path) != folder

@@ -18,7 +18,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -26,172 +26,69 @@ import torch
 import transformers
 from torch import Tensor
 from tqdm import tqdm
-from transformers import HfArgumentParser, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-import tiny
-from credit import Credit, CreditInputs, CreditMethod, get_credit_method
-from datc import candidates, expected_embedding, magnitude_from, vocabulary_sums, work_from, work_on_support
+import baselines  # noqa: F401  registers its methods
+from credit import FROM_THE_GRADIENT, Credit, CreditInputs, CreditMethod, Source, get_credit_method
 from grpo import (
-    ADVANTAGES,
-    Messages,
-    Rollout,
-    Vocabulary,
     clipped_surrogate,
     k3_kl,
     length_window,
-    no_dropout,
     response_advantages,
     response_hidden,
     response_mean,
-    sample,
-    shared_vocabulary,
     token_logprobs,
 )
-from load import check_memory, load_examples, load_policy, load_prompts, load_reward_model, load_tokenizer, self_check
+from machinery import config as flags
+from machinery import tiny
+from machinery.config import Config, changed_flags, check_config
+from machinery.load import (
+    check_memory,
+    load_examples,
+    load_policy,
+    load_prompts,
+    load_reward_model,
+    load_tokenizer,
+    self_check,
+)
+from machinery.rollout import (
+    Messages,
+    Rollout,
+    Vocabulary,
+    join,
+    no_dropout,
+    sample,
+    shared_vocabulary,
+    take,
+    to_padded,
+)
+from machinery.sft import sft
 from reward_grad import RewardModel
-from sft import sft
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Configuration.
-
-
-def flag(default: object, help: str) -> object:
-    factory = {"default_factory": lambda: list(default)} if isinstance(default, list) else {"default": default}
-    return field(**factory, metadata={"help": help})
-
-
-@dataclass
-class Config:
-    """Every flag. The defaults are the tiny world's; --preset sets others, and any flag overrides its preset."""
-
-    preset: str = flag("tiny", "tiny, tiny-sharp, qwen3-0.6b, or a setting of the paper: qwen3-14b-base, qwen3-14b, "
-                               "llama-3.1-8b-base, llama-3.1-8b-instruct")  # fmt: skip
-    policy: str | None = flag(None, "hub id or directory of the policy; default: the tiny world's")
-    reward_model: str | None = flag(None, "hub id or directory of the reward model; default: the tiny world's")
-    prompts: str | None = flag(None, "JSONL file, or hub data set as NAME:SPLIT; default: the tiny world's")
-    prompt_column: str | None = flag(None, 'column with a string or a list of chat messages; default: "prompt" or "messages"')
-    chat_template: str | None = flag(None, "file with a chat template for a policy that has none")
-    enable_thinking: bool = flag(False, "let the chat template switch thinking on (Qwen3)")
-    credit: str = flag("datc", "how the advantage is spread over tokens: a name registered in credit.py")
-    band: float = flag(4.0, "λ: credit weights stay within [1/λ, λ]; 1 is GRPO")
-    grad_at: list[float] = flag([1.0], "where the reward gradient is taken: 1 = the sample (paper), or points on the path from "
-                                       "the expected embedding (0) to it, e.g. 0.25 0.75")  # fmt: skip
-    advantage: str = flag("grpo", "a response's advantage: grpo, dr_grpo, rloo, rank_normal")
-    rollouts: int = flag(100, "rollouts to train for; each is one optimizer step per epoch")
-    prompts_per_rollout: int = flag(2, "prompts in a rollout")
-    group_size: int = flag(4, "responses to each prompt, at least 2")
-    max_prompt_tokens: int = flag(64, "longest prompt, in the policy's tokens with its template")
-    max_response_tokens: int = flag(48, "where a response is cut")
-    temperature: float = flag(1.0, "sampling temperature, also of the log-probs in the loss")
-    missing_eos_penalty: float = flag(1.0, "subtracted from the reward of a response that was cut; 0 = none")
-    length_penalty: float = flag(0.0, "scale of the soft length window, in σ0; 0 = none, 1 = [dev]")
-    advantage_std_floor: float = flag(0.0, "smallest group std to divide by, in σ0; 0 = none, 0.5 = [dev]. σ0 = the "
-                                           "starting policy's median group std, measured first where needed")  # fmt: skip
-    sft_examples: int = flag(0, 'fine-tune first on this many "chosen" answers of --prompts; 0 = none')
-    sft_learning_rate: float = flag(1e-4, "AdamW, decaying to 0 over two epochs of SFT")
-    learning_rate: float = flag(6e-4, "AdamW, constant")
-    weight_decay: float = flag(0.01, "AdamW")
-    max_grad_norm: float = flag(1.0, "clip the gradient's norm to this")
-    epsilon: float = flag(0.2, "clip range of the probability ratio; acts only with --epochs above 1")
-    epochs: int = flag(1, "optimizer steps on one rollout")
-    beta: float = flag(0.05, "weight of the KL to the policy RL starts from; 0 = no reference pass")
-    lora_rank: int = flag(0, "train LoRA adapters of this rank (alpha = 2 rank); 0 = all weights, in float32")
-    micro_batch: int = flag(8, "responses per forward and backward of the policy; changes memory, not the gradient")
-    reward_batch: int = flag(8, "responses per pass of the reward model")
-    sample_batch: int = flag(64, "responses generated at a time: what the KV cache must hold")
-    gradient_checkpointing: bool = flag(False, "recompute activations in backward, in policy and reward model")
-    attn_implementation: str = flag("sdpa", "sdpa, eager or flash_attention_2")
-    dtype: str = flag("auto", "of frozen weights: bfloat16, float32; auto = bfloat16 on a GPU")
-    device: str = flag("auto", "cuda, cpu; auto = a GPU if there is one")
-    seed: int = flag(0, "all randomness of rollout n comes from (seed, n)")
-    output_dir: str | None = flag(None, "run folder, must be new; default: runs/PRESET-CREDIT-sSEED, numbered if taken")
-    save_every: int = flag(50, "rollouts between checkpoints")
-    resume: str | None = flag(None, "run folder to go on with, from its last checkpoint and with its flags")
-
-    @property
-    def template(self) -> dict[str, object]:
-        return {"enable_thinking": self.enable_thinking}
-
-
-PAPER = {
-    "prompts": "HuggingFaceH4/ultrafeedback_binarized:train_prefs",
-    "rollouts": 250,
-    "prompts_per_rollout": 8,
-    "group_size": 8,
-    "max_prompt_tokens": 2048,
-    "max_response_tokens": 2048,
-    "missing_eos_penalty": 0.0,
-    "length_penalty": 1.0,
-    "advantage_std_floor": 0.5,
-    "learning_rate": 5e-5,
-    "beta": 0.03,
-    "lora_rank": 64,
-    "micro_batch": 2,
-    "reward_batch": 4,
-    "sample_batch": 16,
-    "gradient_checkpointing": True,
-}
-SKYWORK_QWEN3, SKYWORK_LLAMA = "Skywork/Skywork-Reward-V2-Qwen3-8B", "Skywork/Skywork-Reward-Llama-3.1-8B-v0.2"
-PRESETS: dict[str, dict[str, object]] = {
-    "tiny": {"dtype": "float32"},
-    "tiny-sharp": {"dtype": "float32"},
-    "qwen3-14b-base": {**PAPER, "policy": "Qwen/Qwen3-14B-Base", "reward_model": SKYWORK_QWEN3, "sft_examples": 10_000},
-    "qwen3-14b": {**PAPER, "policy": "Qwen/Qwen3-14B", "reward_model": SKYWORK_QWEN3},
-    "llama-3.1-8b-base": {**PAPER, "policy": "meta-llama/Llama-3.1-8B", "reward_model": SKYWORK_LLAMA, "sft_examples": 10_000},
-    "llama-3.1-8b-instruct": {**PAPER, "policy": "meta-llama/Llama-3.1-8B-Instruct", "reward_model": SKYWORK_LLAMA},
-    "qwen3-0.6b": {  # any 12 GB card
-        **PAPER,
-        "policy": "Qwen/Qwen3-0.6B",
-        "reward_model": "Skywork/Skywork-Reward-V2-Qwen3-0.6B",
-        "max_prompt_tokens": 512,
-        "max_response_tokens": 512,
-        "sample_batch": 32,
-    },
-}
-
-
-def check_config(config: Config) -> None:
-    """Raise ValueError, naming the flag and the fix, for what can be seen before anything is loaded."""
-    get_credit_method(config.credit)
-    if config.advantage not in ADVANTAGES:
-        raise ValueError(f"--advantage {config.advantage!r} is unknown. Known: {', '.join(ADVANTAGES)}.")
-    at_least = {"band": 1, "group_size": 2, "rollouts": 1, "prompts_per_rollout": 1, "max_response_tokens": 1, "epochs": 1}
-    at_least |= {"micro_batch": 1, "reward_batch": 1, "sample_batch": 1, "save_every": 1, "beta": 0, "lora_rank": 0}
-    at_least |= {"length_penalty": 0, "advantage_std_floor": 0, "missing_eos_penalty": 0, "sft_examples": 0}
-    for name, least in at_least.items():
-        if not getattr(config, name) >= least:
-            raise ValueError(f"--{name} is {getattr(config, name)}; it must be at least {least}.")
-    if config.dtype not in ("auto", "bfloat16", "float16", "float32", "float64"):
-        raise ValueError(f"--dtype {config.dtype!r} is unknown. Known: bfloat16, float16, float32, float64, auto.")
-    if config.device.startswith("cuda") and not torch.cuda.is_available():
-        raise ValueError(f"--device {config.device}: torch sees no GPU here. Use --device cpu, or a CUDA build of torch.")
-    for name in ("temperature", "learning_rate", "max_grad_norm", "epsilon", "max_prompt_tokens", "sft_learning_rate"):
-        if not getattr(config, name) > 0:
-            raise ValueError(f"--{name} is {getattr(config, name)}; it must be above 0.")
-    if not config.grad_at or not all(0 <= a <= 1 for a in config.grad_at):
-        raise ValueError(f"--grad_at is {config.grad_at}; give points between 0 (expected embedding) and 1 (the sample).")
+# ----------------------------------------------------------------------------------------------
+# What the flags say on this machine.
 
 
 def parse(argv: list[str] | None = None) -> Config:
-    """Flags over the preset's (or the resumed run's) values over the defaults."""
-    parser = HfArgumentParser(Config, description=__doc__.split("\n\n")[0])
-    first, _ = parser.parse_known_args(argv)
-    if first.resume:
-        saved = Path(first.resume) / "config.json"
-        if not saved.is_file():
-            raise ValueError(f"--resume {first.resume}: no run is there (config.json is missing).")
-        parser.set_defaults(**json.loads(saved.read_text()))
-    elif first.preset in PRESETS:
-        parser.set_defaults(**PRESETS[first.preset])
-    else:
-        raise ValueError(f"--preset {first.preset!r} is unknown. Presets: {', '.join(PRESETS)}.")
-    (config,) = parser.parse_args_into_dataclasses(argv)
-    gpu = torch.cuda.is_available()
-    device = ("cuda" if gpu else "cpu") if config.device == "auto" else config.device
-    dtype = ("bfloat16" if device.startswith("cuda") else "float32") if config.dtype == "auto" else config.dtype
-    config = replace(config, device=device, dtype=dtype)
-    check_config(config)
-    return config
+    """The flags, with device and dtype settled, and with what only torch and the methods can refuse."""
+    config = flags.parse(argv, description=__doc__.split("\n\n")[0])
+    device = config.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = config.dtype
+    if dtype == "auto":
+        dtype = "bfloat16" if device.startswith("cuda") else "float32"
+    check_machine(config)
+    return replace(config, device=device, dtype=dtype)
+
+
+def check_machine(config: Config) -> None:
+    """Raise ValueError for a credit method or a device that is not there."""
+    get_credit_method(config.credit)
+    if config.device.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError(
+            f"--device {config.device}: torch sees no GPU here. Use --device cpu, or a CUDA build of torch."
+        )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -209,8 +106,13 @@ class Scored:
     reference_logp: Tensor | None  # (B, T) where beta > 0
     sharpness: Tensor | None = None  # (B,) where it is not A
 
+    def __len__(self) -> int:
+        return len(self.rollout)
+
     def split(self, n: int) -> Iterator["Scored"]:
-        for start, rollout in zip(range(0, len(self.rollout), n), self.rollout.split(n), strict=True):
+        for start, rollout in zip(
+            range(0, len(self.rollout), n), self.rollout.split(n), strict=True
+        ):
             rest = [getattr(self, f.name) for f in fields(self)[1:]]
             yield Scored(rollout, *(None if v is None else v[start : start + n] for v in rest))
 
@@ -239,15 +141,32 @@ class Clock:
 class Learner:
     """The models and the optimizer of a run, and the passes that the loop makes through them."""
 
-    def __init__(self, policy: PreTrainedModel, reward_model: RewardModel, vocabulary: Vocabulary, config: Config):
-        self.policy, self.reward_model, self.vocabulary, self.config = policy, reward_model, vocabulary, config
+    def __init__(
+        self,
+        policy: PreTrainedModel,
+        reward_model: RewardModel,
+        vocabulary: Vocabulary,
+        config: Config,
+    ):
+        self.policy, self.reward_model, self.vocabulary, self.config = (
+            policy,
+            reward_model,
+            vocabulary,
+            config,
+        )
         self.method: CreditMethod = get_credit_method(config.credit)
         self.weights = [p for p in policy.parameters() if p.requires_grad]
         self.mark_start()
-        group = {"params": self.weights, "lr": config.learning_rate, "weight_decay": config.weight_decay}
+        group = {
+            "params": self.weights,
+            "lr": config.learning_rate,
+            "weight_decay": config.weight_decay,
+        }
         self.optimizer = torch.optim.AdamW([group])
-        self.needs_gradient = bool(self.method.needs & {"work", "work_magnitude", "reward_grad"})
-        self.grad_at_sample = self.needs_gradient and set(config.grad_at) == {1.0}  # the scoring pass gives it
+        self.needs_gradient = bool(self.method.needs & FROM_THE_GRADIENT)
+        self.grad_at_sample = self.needs_gradient and set(config.grad_at) == {
+            1.0
+        }  # the scoring pass gives it
 
     def mark_start(self) -> None:
         """Take the weights as they are for the policy that RL starts from, the KL's reference."""
@@ -264,19 +183,29 @@ class Learner:
             c.temperature, c.sample_batch, **c.template,
         )  # fmt: skip
 
-    def advantages(self, rollout: Rollout, rewards: Tensor, sigma: float = 0.0) -> tuple[Tensor, Tensor]:
+    def advantages(
+        self, rollout: Rollout, rewards: Tensor, sigma: float = 0.0
+    ) -> tuple[Tensor, Tensor]:
         """A (1) of each response and its sharpness, both (B,), from the shaped reward, which changes A and never f_t."""
         c, lengths = self.config, rollout.response_mask.sum(-1)  # (B,)
-        shaped = rewards - c.missing_eos_penalty * ~rollout.stopped - length_window(lengths, sigma * c.length_penalty)
+        shaped = (
+            rewards
+            - c.missing_eos_penalty * ~rollout.stopped
+            - length_window(lengths, sigma * c.length_penalty)
+        )
         floor = sigma * c.advantage_std_floor
-        return response_advantages(c.advantage, shaped, lengths, rollout.group_size, c.max_response_tokens, floor)
+        return response_advantages(
+            c.advantage, shaped, lengths, rollout.group_size, c.max_response_tokens, floor
+        )
 
     def forward(self, rollout: Rollout) -> tuple[Tensor, Tensor, Tensor]:
         """hidden (N, H) of the N response tokens, logp (B, T) and entropy (B, T), 0 on padding."""
         mask = rollout.response_mask
         hidden = response_hidden(self.policy, rollout)[mask]  # (N, H)
-        flat = token_logprobs(hidden, self.lm_head, rollout.response_ids[mask], self.config.temperature)
-        return hidden, *(spread(values, mask) for values in flat)
+        flat = token_logprobs(
+            hidden, self.lm_head, rollout.response_ids[mask], self.config.temperature
+        )
+        return hidden, *(to_padded(values, mask) for values in flat)
 
     @torch.no_grad()
     def reference_logp(self, rollout: Rollout) -> Tensor:
@@ -285,43 +214,31 @@ class Learner:
         for w, s in zip(self.weights, self.start, strict=True):
             w.data = s
         try:
-            return torch.cat([self.forward(micro)[1] for micro in rollout.split(self.config.micro_batch)])
+            return torch.cat(
+                [self.forward(micro)[1] for micro in rollout.split(self.config.micro_batch)]
+            )
         finally:
             for w, data in zip(self.weights, now, strict=True):
                 w.data = data
 
-    @torch.no_grad()
-    def evidence(self, part: Scored, hidden: Tensor, logp: Tensor, entropy: Tensor, step: int, generator) -> CreditInputs:
-        """What the credit method asked for, (2) to (5), from a forward that the loss needs anyway."""
-        rollout, model, needs, t = part.rollout, self.reward_model, self.method.needs, self.config.temperature
-        mask, ids = rollout.response_mask, rollout.response_ids
-        embedding = model.embedding[: self.vocabulary.size]  # (V, D)
-        found = {}
-        if self.needs_gradient:
-            grad = part.reward_grad
-            if grad is None:  # a point on the path needs the expected embedding, (2), and so the policy's forward
-                expected = spread(expected_embedding(hidden, self.lm_head, embedding, t), mask)  # (B, T, D)
-                grad = model.grad(rollout, expected, self.config.grad_at)
-            found["reward_grad"] = grad
-        if needs & {"work", "work_magnitude"}:
-            sums = vocabulary_sums(hidden, self.lm_head, ids[mask], grad[mask], embedding, t)
-            found["work"] = spread(work_from(sums), mask)
-            found["work_magnitude"] = spread(magnitude_from(sums), mask)
-        if "exact_work" in needs:
-            found["exact_work"] = torch.cat([self.exact_work(r, h) for r, h in zip(
-                rollout.split(1), spread(hidden, mask), strict=True)])  # fmt: skip
-        if "prefix_scores" in needs:
-            found["prefix_scores"] = model.prefix_scores(rollout)
-        found |= {"entropy": entropy, "sampled_prob": logp.exp() * mask}
-        if "hidden" in needs:
-            found["hidden"] = spread(hidden, mask)
-        if "token_embedding" in needs:
-            found["token_embedding"] = embedding[ids] * mask[..., None]
-        if "null_embedding" in needs:
-            found["null_embedding"] = model.embedding[model.pad_id]
+    def evidence(
+        self, part: Scored, hidden: Tensor, logp: Tensor, entropy: Tensor, step: int, generator
+    ) -> CreditInputs:
+        """What a credit method may read, from a forward that the loss needs anyway."""
+        rollout = part.rollout
+        source = Source(
+            rollout=replace(rollout, reward_grad=part.reward_grad),
+            hidden=hidden.detach(),
+            logp=logp.detach(),
+            entropy=entropy,
+            lm_head=self.lm_head.detach(),
+            reward_model=self.reward_model,
+            temperature=self.config.temperature,
+            grad_at=self.config.grad_at,
+        )
         return CreditInputs(
-            response_ids=ids,
-            response_mask=mask,
+            response_ids=rollout.response_ids,
+            response_mask=rollout.response_mask,
             free_mask=rollout.free_mask,
             advantages=part.advantages,
             rewards=part.rewards,
@@ -329,27 +246,22 @@ class Learner:
             step=step,
             generator=generator,
             sharpness=part.sharpness,
-            **{name: value for name, value in found.items() if name in needs},
+            source=source,
         )
 
-    def exact_work(self, one: Rollout, hidden: Tensor, top_k: int = 8) -> Tensor:
-        """(1, T) work of one response's free tokens from substituting the policy's top k tokens one by one; hidden (T, H)."""
-        places = one.free_mask[0].nonzero()[:, 0]
-        out = torch.zeros(one.free_mask.shape, dtype=torch.float64, device=hidden.device)
-        if len(places):
-            ids = one.response_ids[0, places]
-            logits = hidden[places] @ self.lm_head.T / self.config.temperature  # (N, V)
-            allowed, own, support = candidates(logits, ids, top_k)  # (N, S), (N,), (N, S)
-            out[0, places] = work_on_support(support, own, self.reward_model.substituted(one, places, allowed))
-        return out
-
     @torch.no_grad()
-    def decide(self, micros: list[Scored], step: int, generator: torch.Generator) -> tuple[list[CreditInputs], Credit]:
-        """The credit of a whole rollout in one call of the method, and what it read of each micro-batch."""
-        inputs = [self.evidence(m, *self.forward(m.rollout), step, generator) for m in micros]
-        return inputs, self.method(join(inputs))
+    def decide(
+        self, scored: Scored, step: int, generator: torch.Generator
+    ) -> tuple[CreditInputs, Credit]:
+        """The credit of a whole rollout in one call of the method, and what the method read."""
+        passes = [self.forward(micro.rollout) for micro in scored.split(self.config.micro_batch)]
+        hidden, logp, entropy = (torch.cat(values) for values in zip(*passes, strict=True))
+        inputs = self.evidence(scored, hidden, logp, entropy, step, generator)
+        return inputs, self.method(inputs)
 
-    def update(self, scored: Scored, step: int, clock: Clock) -> tuple[dict[str, float], Credit, CreditInputs, Tensor]:
+    def update(
+        self, scored: Scored, step: int, clock: Clock
+    ) -> tuple[dict[str, float], Credit, CreditInputs, Tensor]:
         """(2) to (7): credit and one clipped step (per epoch). Returns metrics and, for the log, credit and log-probs."""
         config, count = self.config, len(scored.rollout)
         generator = torch.Generator().manual_seed(step_seed(config.seed, step))
@@ -360,19 +272,27 @@ class Learner:
         totals: dict[str, float] = defaultdict(float)
         if "whole_batch" in self.method.needs:
             with clock("credit"):
-                inputs, whole = self.decide(micros, step, generator)
-                credits = split_credit(whole, config.micro_batch)
+                whole_inputs, whole = self.decide(scored, step, generator)
+                inputs = [whole_inputs]
+                starts = range(0, count, config.micro_batch)
+                credits = [take(whole, slice(i, i + config.micro_batch)) for i in starts]
         for epoch in range(config.epochs):
             for i, micro in enumerate(micros):
                 mask = micro.rollout.response_mask
-                hidden, logp, entropy = self.forward(micro.rollout)  # ONE policy forward serves credit and loss
+                hidden, logp, entropy = self.forward(
+                    micro.rollout
+                )  # ONE policy forward serves credit and loss
                 if epoch == 0:
                     old_logp.append(logp.detach())
                     if len(credits) <= i:
                         with clock("credit"), torch.no_grad():
-                            inputs.append(self.evidence(micro, hidden, old_logp[i], entropy, step, generator))
+                            inputs.append(
+                                self.evidence(micro, hidden, old_logp[i], entropy, step, generator)
+                            )
                             credits.append(self.method(inputs[i]))
-                loss, stats = clipped_surrogate(logp, old_logp[i], credits[i].token_advantages, mask, config.epsilon, count)
+                loss, stats = clipped_surrogate(
+                    logp, old_logp[i], credits[i].token_advantages, mask, config.epsilon, count
+                )
                 stats |= {"loss": loss.detach(), "entropy": response_mean(entropy, mask, count)}
                 if config.beta:
                     kl = k3_kl(logp, micro.reference_logp, mask, count)
@@ -389,26 +309,24 @@ class Learner:
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
             totals["grad_norm"] += norm / config.epochs
-        return dict(totals), join(credits), join(inputs), torch.cat(old_logp)
+        return dict(totals), join(credits), read_by_the_method(scored, inputs), torch.cat(old_logp)
 
 
-def spread(values: Tensor, mask: Tensor) -> Tensor:
-    """(N, ...) values of the N tokens in a (B, T) mask, put back in place: (B, T, ...), 0 elsewhere."""
-    out = values.new_zeros(*mask.shape, *values.shape[1:])
-    return out.masked_scatter(mask.view(*mask.shape, *[1] * (values.dim() - 1)), values)
-
-
-def join(parts: list):
-    """Micro-batches' CreditInputs, or Credits, as one; what has no batch dimension is the same in all."""
-    first = {f.name: getattr(parts[0], f.name) for f in fields(parts[0])}
-    batched = [name for name, value in first.items() if isinstance(value, Tensor) and name != "null_embedding"]
-    return replace(parts[0], **{name: torch.cat([getattr(p, name) for p in parts]) for name in batched})
-
-
-def split_credit(credit: Credit, n: int) -> list[Credit]:
-    columns = [getattr(credit, f.name) for f in fields(Credit)]
-    count = len(credit.token_advantages)
-    return [Credit(*(None if v is None else v[i : i + n] for v in columns)) for i in range(0, count, n)]
+def read_by_the_method(scored: Scored, parts: list[CreditInputs]) -> CreditInputs:
+    """The micro-batches' inputs as one, for the log: with the work where the method read it."""
+    works = [part.computed("work") for part in parts]
+    return CreditInputs(
+        response_ids=scored.rollout.response_ids,
+        response_mask=scored.rollout.response_mask,
+        free_mask=scored.rollout.free_mask,
+        advantages=scored.advantages,
+        rewards=scored.rewards,
+        band=parts[0].band,
+        step=parts[0].step,
+        generator=parts[0].generator,
+        sharpness=scored.sharpness,
+        work=None if works[0] is None else torch.cat(works),
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -420,11 +338,15 @@ def credit_metrics(credit: Credit, inputs: CreditInputs) -> dict[str, float]:
     if credit.weights is None:
         return {}
     mask, weights = inputs.response_mask, credit.weights.double()
-    metrics = {"credit/ess_ratio": effective_share(weights, mask).mean().item(), "credit/max_weight": weights.max().item()}
+    metrics = {
+        "credit/ess_ratio": effective_share(weights, mask).mean().item(),
+        "credit/max_weight": weights.max().item(),
+    }
     if credit.tau is not None:
         metrics["credit/tau_mean"] = credit.tau.mean().item()
-    if inputs.work is not None:
-        gain = inputs.advantages.double()[:, None] * (weights - 1) * inputs.work.double()
+    work = inputs.computed("work")
+    if work is not None:
+        gain = inputs.advantages.double()[:, None] * (weights - 1) * work.double()
         metrics["credit/predicted_gain"] = response_mean(gain, mask, len(mask)).item()
     return metrics
 
@@ -433,7 +355,9 @@ def effective_share(weights: Tensor, mask: Tensor) -> Tensor:
     """(mean w)² / mean w² of each response, (B,): the share of its tokens that carry the credit; 1 where all weights are 0."""
     w = weights.masked_fill(~mask, 0.0)
     total, squares = w.sum(-1), w.square().sum(-1)
-    return torch.where(squares > 0, total.square() / (squares * mask.sum(-1)).clamp(min=1e-300), 1.0)
+    return torch.where(
+        squares > 0, total.square() / (squares * mask.sum(-1)).clamp(min=1e-300), 1.0
+    )
 
 
 def rollout_metrics(scored: Scored, group_size: int) -> dict[str, float]:
@@ -442,7 +366,11 @@ def rollout_metrics(scored: Scored, group_size: int) -> dict[str, float]:
     return {
         "reward": groups.mean().item(),
         "reward_std": groups.std(-1, correction=0).mean().item(),
-        "frac_reward_zero_std": (scored.advantages.view(-1, group_size) == 0).all(-1).double().mean().item(),
+        "frac_reward_zero_std": (scored.advantages.view(-1, group_size) == 0)
+        .all(-1)
+        .double()
+        .mean()
+        .item(),
         "completions/mean_length": lengths.mean().item(),
         "completions/clipped_ratio": (~scored.rollout.stopped).double().mean().item(),
     }
@@ -453,19 +381,32 @@ def gpu_metrics(rollout: Rollout, clock: Clock) -> dict[str, float]:
     if not clock.cuda:
         return {}
     tokens = rollout.response_mask.sum().item()
-    speed = {f"tokens_per_second/{phase}": tokens / clock.seconds[phase] for phase in ("sample", "update")}
+    speed = {
+        f"tokens_per_second/{phase}": tokens / clock.seconds[phase]
+        for phase in ("sample", "update")
+    }
     return {**speed, "memory/peak_gib": torch.cuda.max_memory_allocated() / 2**30}
 
 
 def sample_rows(
-    scored: Scored, credit: Credit, work: Tensor | None, probs: Tensor, tokenizer: PreTrainedTokenizerBase, step: int
+    scored: Scored,
+    credit: Credit,
+    work: Tensor | None,
+    probs: Tensor,
+    tokenizer: PreTrainedTokenizerBase,
+    step: int,
 ) -> Iterator[dict]:
     """The first prompt's group, token by token, for samples.jsonl."""
     rollout = scored.rollout
     for i in range(rollout.group_size):
         mask = rollout.response_mask[i]
         ids = rollout.response_ids[i][mask].tolist()
-        columns = {"weight": credit.weights, "advantage": credit.token_advantages, "work": work, "p": probs}
+        columns = {
+            "weight": credit.weights,
+            "advantage": credit.token_advantages,
+            "work": work,
+            "p": probs,
+        }
         yield {
             "step": step,
             "prompt": rollout.messages[i],
@@ -473,7 +414,11 @@ def sample_rows(
             "reward": scored.rewards[i].item(),
             "advantage": scored.advantages[i].item(),
             "tokens": [tokenizer.decode([t]) for t in ids],
-            **{f"token_{k}": [round(v, 6) for v in c[i][mask].tolist()] for k, c in columns.items() if c is not None},
+            **{
+                f"token_{k}": [round(v, 6) for v in c[i][mask].tolist()]
+                for k, c in columns.items()
+                if c is not None
+            },
         }
 
 
@@ -485,7 +430,9 @@ def shaded(row: dict) -> str:
     for text, w in zip(row["tokens"], weights, strict=True):
         strength = min(w / 4, 1.0) if row["advantage"] else 0.0
         back = ";".join(str(round(255 + (c - 255) * strength)) for c in colour)
-        words.append(f"\033[30;48;2;{back}m{text}\033[0m" if sys.stderr.isatty() else f"{text}({w:.1f})")
+        words.append(
+            f"\033[30;48;2;{back}m{text}\033[0m" if sys.stderr.isatty() else f"{text}({w:.1f})"
+        )
     return f"{row['prompt'][-1]['content']} [reward {row['reward']:.2f}, A {row['advantage']:+.2f}]: {' '.join(words)}"
 
 
@@ -503,7 +450,10 @@ class Run:
         saved = asdict(replace(config, resume=None, output_dir=str(self.folder)))
         write_whole(self.folder / "config.json", json.dumps(saved, indent=1))
         self.step = last_checkpoint(self.folder) if config.resume else 0
-        for name in ("metrics", "samples"):  # lines written after the checkpoint will be written again
+        for name in (
+            "metrics",
+            "samples",
+        ):  # lines written after the checkpoint will be written again
             path = self.folder / f"{name}.jsonl"
             rows = read_jsonl(path) if path.exists() else []
             write_whole(path, "".join(json.dumps(r) + "\n" for r in rows if r["step"] < self.step))
@@ -520,7 +470,13 @@ class Run:
         if "optimizer" in state:
             learner.optimizer.load_state_dict(state["optimizer"])
 
-    def save(self, name: str, learner: Learner, tokenizer: PreTrainedTokenizerBase, optimizer: bool = True) -> None:
+    def save(
+        self,
+        name: str,
+        learner: Learner,
+        tokenizer: PreTrainedTokenizerBase,
+        optimizer: bool = True,
+    ) -> None:
         """Write to a draft and rename: a killed or failed save costs nothing that was there before."""
         draft = self.folder / f"{name}.draft"
         shutil.rmtree(draft, ignore_errors=True)
@@ -529,10 +485,15 @@ class Run:
             tokenizer.save_pretrained(draft)
             # No random states: each rollout seeds its own, and its number is also the prompt cursor.
             state = {"weights": [w.detach() for w in learner.weights]}
-            torch.save(state | ({"optimizer": learner.optimizer.state_dict()} if optimizer else {}), draft / "trainer.pt")
+            torch.save(
+                state | ({"optimizer": learner.optimizer.state_dict()} if optimizer else {}),
+                draft / "trainer.pt",
+            )
         except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError
             shutil.rmtree(draft, ignore_errors=True)
-            raise OSError(f"{self.folder / name} could not be written ({error}); what was saved before is intact.") from error
+            raise OSError(
+                f"{self.folder / name} could not be written ({error}); what was saved before is intact."
+            ) from error
         shutil.rmtree(self.folder / name, ignore_errors=True)
         draft.rename(self.folder / name)
 
@@ -540,12 +501,16 @@ class Run:
 def refuse_taken(config: Config) -> None:
     """Raise ValueError where --output_dir holds something: nothing is ever overwritten."""
     if not config.resume and (folder := Path(config.output_dir)).exists() and any(folder.iterdir()):
-        raise ValueError(f"--output_dir {folder} is not empty. Choose another, or go on with it: --resume {folder}")
+        raise ValueError(
+            f"--output_dir {folder} is not empty. Choose another, or go on with it: --resume {folder}"
+        )
 
 
 def last_checkpoint(folder: Path) -> int:
     """N of the newest complete checkpoint-N in a run folder, 0 if there is none; drafts of a killed save do not count."""
-    return max((int(p.name[11:]) for p in folder.glob("checkpoint-*") if p.name[11:].isdigit()), default=0)
+    return max(
+        (int(p.name[11:]) for p in folder.glob("checkpoint-*") if p.name[11:].isdigit()), default=0
+    )
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -573,7 +538,9 @@ def finish_rollout_on_interrupt() -> Iterator[threading.Event]:
     def handle(*_: object) -> None:
         asked.set()
         signal.signal(signal.SIGINT, previous)
-        tqdm.write("Stopping after this rollout (Ctrl-C again: at once, going back to the last checkpoint).")
+        tqdm.write(
+            "Stopping after this rollout (Ctrl-C again: at once, going back to the last checkpoint)."
+        )
 
     if threading.current_thread() is not threading.main_thread():
         yield asked
@@ -606,17 +573,27 @@ def choose_prompts(prompts: list[Messages], step: int, config: Config) -> list[M
 
 
 def starting_std(
-    run: Run, learner: Learner, tokenizer: PreTrainedTokenizerBase, prompts: list[Messages], count: int = 128
+    run: Run,
+    learner: Learner,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: list[Messages],
+    count: int = 128,
 ) -> float:
     """σ0: the median group std of the raw reward over `count` prompts under the policy RL starts from. [dev]"""
-    saved = run.folder / "sigma0.json"  # measured once a run: a resumed one must not measure another
+    saved = (
+        run.folder / "sigma0.json"
+    )  # measured once a run: a resumed one must not measure another
     if saved.exists():
         return json.loads(saved.read_text())
-    config = replace(learner.config, seed=learner.config.seed + 1_000)  # other prompts than the first rollouts'
+    config = replace(
+        learner.config, seed=learner.config.seed + 1_000
+    )  # other prompts than the first rollouts'
     spreads = []
     for step in tqdm(range(-(-count // config.prompts_per_rollout)), desc="σ0", dynamic_ncols=True):
         torch.manual_seed(step_seed(config.seed, step))
-        rewards, _ = learner.reward_model.score(learner.sample(tokenizer, choose_prompts(prompts, step, config)))
+        rewards, _ = learner.reward_model.score(
+            learner.sample(tokenizer, choose_prompts(prompts, step, config))
+        )
         spreads.append(rewards.view(-1, config.group_size).std(-1, correction=0))
     sigma = torch.cat(spreads).median().item()
     write_whole(saved, json.dumps(sigma))
@@ -642,6 +619,7 @@ def train(
         ValueError: a configuration that cannot work. FloatingPointError: a reward or gradient that is not finite.
     """
     check_config(config)
+    check_machine(config)
     config = replace(config, output_dir=config.resume or config.output_dir or new_folder(config))
     run = Run(config)
     no_dropout(policy)
@@ -659,13 +637,22 @@ def train(
     learner.mark_start()
     torch.manual_seed(config.seed)
     checks = self_check(policy, tokenizer, vocabulary, prompts, config)
-    sigma = starting_std(run, learner, tokenizer, prompts) if config.length_penalty or config.advantage_std_floor else 0.0
+    sigma = (
+        starting_std(run, learner, tokenizer, prompts)
+        if config.length_penalty or config.advantage_std_floor
+        else 0.0
+    )
     if run.step:
         run.load(f"checkpoint-{run.step}", learner)
     policy.train()
     history = read_jsonl(run.folder / "metrics.jsonl")
     with finish_rollout_on_interrupt() as interrupted:
-        bar = tqdm(range(run.step, config.rollouts), initial=run.step, total=config.rollouts, dynamic_ncols=True)
+        bar = tqdm(
+            range(run.step, config.rollouts),
+            initial=run.step,
+            total=config.rollouts,
+            dynamic_ncols=True,
+        )
         for step in bar:
             clock = Clock(str(policy.device))
             torch.manual_seed(step_seed(config.seed, step))
@@ -673,26 +660,43 @@ def train(
                 with clock("sample"):
                     rollout = learner.sample(tokenizer, choose_prompts(prompts, step, config))
                 with clock("score"):
-                    rewards, grad = reward_model.score(rollout, with_grad=learner.grad_at_sample)  # (B,), (B, T, D)
+                    rewards, grad = reward_model.score(
+                        rollout, with_grad=learner.grad_at_sample
+                    )  # (B,), (B, T, D)
                     advantages, sharpness = learner.advantages(rollout, rewards, sigma)  # (1)
                 with clock("update"):
                     reference = learner.reference_logp(rollout) if config.beta else None
                     scored = Scored(rollout, rewards, advantages, grad, reference, sharpness)
-                    metrics, credit, inputs, logp = learner.update(scored, step, clock)  # (2) to (7)
+                    metrics, credit, inputs, logp = learner.update(
+                        scored, step, clock
+                    )  # (2) to (7)
 
             row = {"step": step, **rollout_metrics(scored, config.group_size)}
             if gold is not None:
                 row["gold_reward"] = sum(gold(tokenizer, rollout)) / len(rollout)
-            row |= {**metrics, "learning_rate": config.learning_rate, **credit_metrics(credit, inputs)}
+            row |= {
+                **metrics,
+                "learning_rate": config.learning_rate,
+                **credit_metrics(credit, inputs),
+            }
             total = clock.seconds.pop("total") + sum(clock.seconds.values())
-            row |= {f"time/{phase}": clock.seconds[phase] for phase in ("sample", "score", "credit", "update")}
+            row |= {
+                f"time/{phase}": clock.seconds[phase]
+                for phase in ("sample", "score", "credit", "update")
+            }
             row["time/total"] = total
             row |= gpu_metrics(rollout, clock) | (checks if step == 0 else {})
             history.append(row)
-            samples = list(sample_rows(scored, credit, inputs.work, logp.exp(), tokenizer, step))
+            samples = list(
+                sample_rows(scored, credit, inputs.computed("work"), logp.exp(), tokenizer, step)
+            )
             run.append("metrics", [row])
             run.append("samples", samples)
-            shown = {"reward": row["reward"], "gold": row.get("gold_reward"), "length": row["completions/mean_length"]}
+            shown = {
+                "reward": row["reward"],
+                "gold": row.get("gold_reward"),
+                "length": row["completions/mean_length"],
+            }
             bar.set_postfix({k: f"{v:.2f}" for k, v in shown.items() if v is not None})
             if step % 25 == 24:
                 bar.write(shaded(max(samples, key=lambda s: abs(s["advantage"]))), file=sys.stderr)
@@ -700,7 +704,9 @@ def train(
             if done % config.save_every == 0 or done == config.rollouts or interrupted.is_set():
                 run.save(f"checkpoint-{done}", learner, tokenizer)
             if interrupted.is_set():
-                tqdm.write(f"Stopped after {done} rollouts. Go on with: python train.py --resume {run.folder}")
+                tqdm.write(
+                    f"Stopped after {done} rollouts. Go on with: python train.py --resume {run.folder}"
+                )
                 return history
     run.save("final", learner, tokenizer, optimizer=False)
     return history
@@ -708,7 +714,8 @@ def train(
 
 def new_folder(config: Config) -> str:
     """runs/PRESET-CREDIT-sSEED, or that with the first free number behind it."""
-    base = f"runs/{config.preset}-{config.credit}-s{config.seed}"
+    method = config.credit.rpartition(":")[2]
+    base = f"runs/{config.preset}-{method}-s{config.seed}"
     names = [base, *(f"{base}-{n}" for n in range(2, 10_000))]
     return next(name for name in names if not Path(name).exists())
 
@@ -717,13 +724,21 @@ def settle(config: Config) -> Config:
     """Fill in what the flags left open: the tiny world's models and prompts."""
     if config.preset in tiny.WORLDS and config.reward_model is None:
         world = tiny.build(config.preset)
-        own = {"policy": world / "policy", "reward_model": world / "reward_model", "prompts": world / "prompts.jsonl"}
-        config = replace(config, **{k: str(v) for k, v in own.items() if getattr(config, k) is None})
+        own = {
+            "policy": world / "policy",
+            "reward_model": world / "reward_model",
+            "prompts": world / "prompts.jsonl",
+        }
+        config = replace(
+            config, **{k: str(v) for k, v in own.items() if getattr(config, k) is None}
+        )
     for name in ("policy", "reward_model", "prompts"):
         if getattr(config, name) is None:
             raise ValueError(f"--{name} is missing: give a hub id or a path.")
     if config.credit == "oracle" and not tiny.is_world(Path(config.reward_model).parent):
-        raise ValueError("--credit oracle scores a text for every alternative of every token: it is for the tiny worlds only.")
+        raise ValueError(
+            "--credit oracle scores a text for every alternative of every token: it is for the tiny worlds only."
+        )
     return config
 
 
@@ -739,7 +754,9 @@ def prepare(config: Config, trainable: bool = True) -> dict[str, object]:
         torch.cuda.set_device(config.device)
         torch.cuda.reset_peak_memory_stats()
         if config.dtype == "bfloat16" and (config.lora_rank or not trainable):
-            torch.set_float32_matmul_precision("high")  # TF32 holds bf16 factors exactly and sums in float32
+            torch.set_float32_matmul_precision(
+                "high"
+            )  # TF32 holds bf16 factors exactly and sums in float32
     if trainable and (need := check_memory(config)) and config.device.startswith("cuda"):
         print(f"Estimated peak memory: {need / 2**30:.1f} GiB.")
     return {
@@ -762,14 +779,20 @@ def plain_errors() -> Iterator[None]:
     except KeyboardInterrupt:
         sys.exit("Interrupted. A run goes on from its last checkpoint with --resume.")
     except torch.OutOfMemoryError as error:
-        smaller = "--sample_batch, --reward_batch or --micro_batch smaller, or --gradient_checkpointing"
-        sys.exit(f"error: the GPU ran out of memory: {error}\nTry {smaller}; a run goes on with --resume.")
+        smaller = (
+            "--sample_batch, --reward_batch or --micro_batch smaller, or --gradient_checkpointing"
+        )
+        sys.exit(
+            f"error: the GPU ran out of memory: {error}\nTry {smaller}; a run goes on with --resume."
+        )
 
 
 def main(argv: list[str] | None = None) -> None:
     with plain_errors():
         config = settle(parse(argv))
-        config = replace(config, output_dir=config.resume or config.output_dir or new_folder(config))
+        config = replace(
+            config, output_dir=config.resume or config.output_dir or new_folder(config)
+        )
         refuse_taken(config)  # before anything is loaded
         if config.preset in tiny.WORLDS:
             transformers.utils.logging.disable_progress_bar()  # of loading and saving, which take no time here
@@ -782,19 +805,24 @@ def report(history: list[dict], config: Config) -> None:
     last = history[-10:]
     if not last:
         return
-    means = {k: sum(r[k] for r in last) / len(last) for k in ("reward", "gold_reward") if k in last[0]}
+    means = {
+        k: sum(r[k] for r in last) / len(last) for k in ("reward", "gold_reward") if k in last[0]
+    }
     print(
         f"\nRun: {config.output_dir}   mean of the last {len(last)} rollouts: "
         + ", ".join(f"{k} {v:.2f}" for k, v in means.items())
     )
     if config.credit != "grpo":
-        plain = replace(Config(), **PRESETS[config.preset])
-        own = {"credit", "band", "grad_at", "output_dir", "resume", "device", "dtype"}
-        own |= {"policy", "reward_model", "prompts"} if tiny.is_world(Path(config.reward_model).parent) else set()
-        changed = {f.name: getattr(config, f.name) for f in fields(Config) if getattr(config, f.name) != getattr(plain, f.name)}
-        changed = {"preset": config.preset, **{k: v for k, v in changed.items() if k not in own}}
-        flags = [f"--{k}" if v is True else f"--{k} {v}" for k, v in changed.items() if (k, v) != ("preset", "tiny")]
-        print("Compare with GRPO:", " ".join(["python train.py --credit grpo", *flags]))
+        without = ["credit", "band", "grad_at", "output_dir", "resume", "device", "dtype"]
+        if tiny.is_world(Path(config.reward_model).parent):
+            without += ["policy", "reward_model", "prompts"]
+        changed = {"preset": config.preset, **changed_flags(config, tuple(without))}
+        others = [
+            f"--{k}" if v is True else f"--{k} {v}"
+            for k, v in changed.items()
+            if (k, v) != ("preset", "tiny")
+        ]
+        print("Compare with GRPO:", " ".join(["python train.py --credit grpo", *others]))
 
 
 if __name__ == "__main__":

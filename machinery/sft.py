@@ -10,7 +10,8 @@ import torch
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from grpo import Messages, Rollout, Vocabulary, encode_prompt, pad, response_hidden, response_mean, token_logprobs, turn_end_id
+from grpo import response_hidden, response_mean, token_logprobs
+from machinery.rollout import Messages, Rollout, Vocabulary, encode_prompt, pad, turn_end_id
 
 
 def demonstrations(
@@ -32,7 +33,16 @@ def demonstrations(
     response_ids, response_mask = pad(answers, vocabulary.pad_id)
     stopped = torch.ones(len(examples), dtype=torch.bool)
     messages = [m for m, _ in examples]
-    return Rollout(messages, prompt_ids, prompt_mask, response_ids, response_mask, response_mask, stopped, group_size=1)
+    return Rollout(
+        messages,
+        prompt_ids,
+        prompt_mask,
+        response_ids,
+        response_mask,
+        response_mask,
+        stopped,
+        group_size=1,
+    )
 
 
 def sft(
@@ -55,7 +65,11 @@ def sft(
     """
     weights = [p for p in policy.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(weights, lr=learning_rate, weight_decay=0.0)
-    order = [i for epoch in range(epochs) for i in random.Random(seed + epoch).sample(range(len(examples)), len(examples))]
+    order = [
+        i
+        for epoch in range(epochs)
+        for i in random.Random(seed + epoch).sample(range(len(examples)), len(examples))
+    ]
     steps, losses = [order[i : i + batch] for i in range(0, len(order), batch)], []
     policy.train()
     for step, rows in enumerate(bar := tqdm(steps, desc="sft", dynamic_ncols=True)):
@@ -64,11 +78,15 @@ def sft(
         losses.append(0.0)
         for start in range(0, len(rows), micro_batch):
             chosen = [examples[i] for i in rows[start : start + micro_batch]]
-            demo = demonstrations(tokenizer, chosen, vocabulary, max_tokens, **template).to(policy.device)
+            demo = demonstrations(tokenizer, chosen, vocabulary, max_tokens, **template).to(
+                policy.device
+            )
             hidden = response_hidden(policy, demo)[demo.response_mask]  # (N, H)
             head = policy.get_output_embeddings().weight[: vocabulary.size]
             flat, _ = token_logprobs(hidden, head, demo.response_ids[demo.response_mask])  # (N,)
-            logp = flat.new_zeros(demo.response_ids.shape).masked_scatter(demo.response_mask, flat)  # (B, T)
+            logp = flat.new_zeros(demo.response_ids.shape).masked_scatter(
+                demo.response_mask, flat
+            )  # (B, T)
             loss = -response_mean(logp, demo.response_mask, len(rows))
             loss.backward()
             losses[-1] += loss.item()

@@ -6,7 +6,6 @@ Left out: what is done with them (train.py).
 import json
 import random
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -21,12 +20,10 @@ from transformers import (
 )
 
 import grpo
-from grpo import Messages, Vocabulary, encode_prompt, no_dropout, response_hidden, sample, token_logprobs
+from grpo import response_hidden, token_logprobs
+from machinery.config import Config
+from machinery.rollout import Messages, Vocabulary, encode_prompt, no_dropout, sample
 from reward_grad import RewardModel
-
-if TYPE_CHECKING:
-    from train import Config
-
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Prompts.
@@ -41,7 +38,9 @@ def load_rows(source: str) -> list[dict]:
         try:
             rows = [json.loads(line) for line in lines]
         except json.JSONDecodeError as error:
-            raise ValueError(f"--prompts {source} must hold one JSON object a line: {error}") from error
+            raise ValueError(
+                f"--prompts {source} must hold one JSON object a line: {error}"
+            ) from error
     else:
         from datasets import load_dataset
 
@@ -68,15 +67,19 @@ def as_messages(row: dict, column: str, source: str) -> Messages:
     if messages and messages[-1].get("role") == "assistant":
         messages = messages[:-1]
     if not messages or not (messages[-1].get("content") or "").strip():
-        raise ValueError(f"--prompts {source} holds an empty prompt in column {column!r}: {json.dumps(row)[:200]}")
+        raise ValueError(
+            f"--prompts {source} holds an empty prompt in column {column!r}: {json.dumps(row)[:200]}"
+        )
     return messages
 
 
-def prompt_column(rows: list[dict], config: "Config") -> str:
-    return config.prompt_column or next((c for c in ("prompt", "messages") if c in rows[0]), "prompt")
+def prompt_column(rows: list[dict], config: Config) -> str:
+    return config.prompt_column or next(
+        (c for c in ("prompt", "messages") if c in rows[0]), "prompt"
+    )
 
 
-def load_prompts(config: "Config", tokenizer: PreTrainedTokenizerBase) -> list[Messages]:
+def load_prompts(config: Config, tokenizer: PreTrainedTokenizerBase) -> list[Messages]:
     """All prompts as conversations, none longer than --max_prompt_tokens.
 
     In a file of yours a prompt that is too long is an error, since you can mend it; from a hub data set it is left out and
@@ -86,7 +89,9 @@ def load_prompts(config: "Config", tokenizer: PreTrainedTokenizerBase) -> list[M
     column = prompt_column(rows, config)
     prompts = [as_messages(row, column, config.prompts) for row in rows]
     lengths = [len(encode_prompt(tokenizer, m, **config.template)) for m in prompts]
-    short = [m for m, length in zip(prompts, lengths, strict=True) if length <= config.max_prompt_tokens]
+    short = [
+        m for m, length in zip(prompts, lengths, strict=True) if length <= config.max_prompt_tokens
+    ]
     if len(short) < len(prompts) and (Path(config.prompts).exists() or not short):
         worst = max(range(len(prompts)), key=lengths.__getitem__)
         raise ValueError(
@@ -95,18 +100,24 @@ def load_prompts(config: "Config", tokenizer: PreTrainedTokenizerBase) -> list[M
             " Raise the limit or shorten them."
         )
     if len(short) < len(prompts):
-        print(f"Left out {len(prompts) - len(short)} of {len(prompts)} prompts: longer than --max_prompt_tokens.")
+        print(
+            f"Left out {len(prompts) - len(short)} of {len(prompts)} prompts: longer than --max_prompt_tokens."
+        )
     return short
 
 
-def load_examples(config: "Config") -> list[tuple[Messages, str]]:
+def load_examples(config: Config) -> list[tuple[Messages, str]]:
     """--sft_examples rows of --prompts, shuffled: each conversation and its "chosen" answer (text, or chat messages)."""
     rows = load_rows(config.prompts)
     if any("chosen" not in r for r in rows):
-        raise ValueError(f'--sft_examples needs a column "chosen" in --prompts {config.prompts}; or give --sft_examples 0.')
+        raise ValueError(
+            f'--sft_examples needs a column "chosen" in --prompts {config.prompts}; or give --sft_examples 0.'
+        )
     rows = random.Random(config.seed).sample(rows, min(config.sft_examples, len(rows)))
     column = prompt_column(rows, config)
-    answers = [r["chosen"] if isinstance(r["chosen"], str) else r["chosen"][-1]["content"] for r in rows]
+    answers = [
+        r["chosen"] if isinstance(r["chosen"], str) else r["chosen"][-1]["content"] for r in rows
+    ]
     return [(as_messages(r, column, config.prompts), a) for r, a in zip(rows, answers, strict=True)]
 
 
@@ -122,11 +133,13 @@ def load_tokenizer(name: str, chat_template: str | None = None) -> PreTrainedTok
             raise ValueError(f"--chat_template {chat_template}: there is no such file.")
         tokenizer.chat_template = Path(chat_template).read_text()
     if not tokenizer.chat_template:
-        raise ValueError(f"--policy {name} has no chat template (a base model?). Give one with --chat_template FILE.")
+        raise ValueError(
+            f"--policy {name} has no chat template (a base model?). Give one with --chat_template FILE."
+        )
     return tokenizer
 
 
-def load_policy(config: "Config", trainable: bool = True) -> PreTrainedModel:
+def load_policy(config: Config, trainable: bool = True) -> PreTrainedModel:
     """The policy on its device: full weights in float32, or frozen in --dtype with float32 LoRA adapters.
 
     Not `trainable`: as it is in --dtype, without adapters, to sample from only.
@@ -154,13 +167,21 @@ def add_lora(policy: PreTrainedModel, rank: int, seed: int = 0) -> PreTrainedMod
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError as error:
-        raise ValueError("--lora_rank needs peft: pip install peft (or --lora_rank 0 for full fine-tuning).") from error
+        raise ValueError(
+            "--lora_rank needs peft: pip install peft (or --lora_rank 0 for full fine-tuning)."
+        ) from error
     torch.manual_seed(seed)
-    lora = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", lora_dropout=0.0, task_type="CAUSAL_LM")
+    lora = LoraConfig(
+        r=rank,
+        lora_alpha=2 * rank,
+        target_modules="all-linear",
+        lora_dropout=0.0,
+        task_type="CAUSAL_LM",
+    )
     return get_peft_model(policy, lora)
 
 
-def load_reward_model(config: "Config", policy_tokenizer: PreTrainedTokenizerBase) -> RewardModel:
+def load_reward_model(config: Config, policy_tokenizer: PreTrainedTokenizerBase) -> RewardModel:
     """The frozen reward model in --dtype. Refuses a checkpoint without a trained one-label head."""
     model, report = AutoModelForSequenceClassification.from_pretrained(
         config.reward_model,
@@ -174,7 +195,9 @@ def load_reward_model(config: "Config", policy_tokenizer: PreTrainedTokenizerBas
             "Give a trained reward model (a sequence classifier with one label)."
         )
     model = model.to(config.device).eval()
-    if config.gradient_checkpointing:  # does nothing in eval(); with dropout off, train() changes nothing else
+    if (
+        config.gradient_checkpointing
+    ):  # does nothing in eval(); with dropout off, train() changes nothing else
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.train()
     tokenizer = AutoTokenizer.from_pretrained(config.reward_model)
@@ -190,11 +213,19 @@ def shape_of(config: PretrainedConfig, auto: type) -> tuple[int, int]:
     with torch.device("meta"):
         model = auto.from_config(config)
     linear = [m for m in model.modules() if isinstance(m, torch.nn.Linear)]
-    adapted = [m for m in linear if m is not model.get_output_embeddings() and m is not getattr(model, "score", None)]
-    return sum(p.numel() for p in model.parameters()), sum(m.in_features + m.out_features for m in adapted)
+    adapted = [
+        m
+        for m in linear
+        if m is not model.get_output_embeddings() and m is not getattr(model, "score", None)
+    ]
+    return sum(p.numel() for p in model.parameters()), sum(
+        m.in_features + m.out_features for m in adapted
+    )
 
 
-def memory_estimate(config: "Config", policy: PretrainedConfig, reward: PretrainedConfig) -> dict[str, float]:
+def memory_estimate(
+    config: Config, policy: PretrainedConfig, reward: PretrainedConfig
+) -> dict[str, float]:
     """Bytes by purpose. The first three are held throughout; of the next three only the largest counts, since they take turns.
 
     Counted from the two model configs alone: weights exactly, activations as one checkpoint a layer plus the widest layer's own
@@ -206,7 +237,9 @@ def memory_estimate(config: "Config", policy: PretrainedConfig, reward: Pretrain
     count, features = shape_of(policy, AutoModelForCausalLM)
     reward_count, _ = shape_of(reward, AutoModelForSequenceClassification)
     trained = count if full else config.lora_rank * features
-    copies = 3 + bool(config.beta) + (not full)  # gradient, two Adam moments; KL reference; adapters beside the base
+    copies = (
+        3 + bool(config.beta) + (not full)
+    )  # gradient, two Adam moments; KL reference; adapters beside the base
     length = config.max_prompt_tokens + config.max_response_tokens
     responses = config.prompts_per_rollout * config.group_size
     heads = getattr(policy, "num_key_value_heads", policy.num_attention_heads)
@@ -219,16 +252,27 @@ def memory_estimate(config: "Config", policy: PretrainedConfig, reward: Pretrain
         return kept + layer if config.gradient_checkpointing else layer * model.num_hidden_layers
 
     tokens = min(config.micro_batch, responses) * config.max_response_tokens
-    strips = 4 * grpo.STRIP * (5 * tokens + 2 * policy.hidden_size)  # logits, their softmax and gradients; rows of W and U
+    strips = (
+        4 * grpo.STRIP * (5 * tokens + 2 * policy.hidden_size)
+    )  # logits, their softmax and gradients; rows of W and U
     credit = config.credit != "grpo"
     return {
         "policy weights": count * work_size,
         "reward model weights": reward_count * size,
         "adapters, gradients, optimizer": trained * 4 * copies,
         "sampling: KV cache": (
-            2 * policy.num_hidden_layers * heads * head * work_size * length * min(config.sample_batch, responses)
+            2
+            * policy.num_hidden_layers
+            * heads
+            * head
+            * work_size
+            * length
+            * min(config.sample_batch, responses)
         ),
-        "scoring: activations": activations(reward, min(config.reward_batch, responses), size, False) * credit,
+        "scoring: activations": activations(
+            reward, min(config.reward_batch, responses), size, False
+        )
+        * credit,
         "update: activations and vocabulary strip": (
             activations(policy, min(config.micro_batch, responses), work_size, not full) + strips
         ),
@@ -242,15 +286,27 @@ def total_estimate(parts: dict[str, float]) -> float:
     return sum(v for k, v in parts.items() if ":" not in k) + max(phases)
 
 
-def check_memory(config: "Config") -> float:
+def check_memory(config: Config) -> float:
     """Peak bytes as estimated; on a GPU raise ValueError with the flag to change if they are not free. Reads configs only."""
-    parts = memory_estimate(config, *(AutoConfig.from_pretrained(n) for n in (config.policy, config.reward_model)))
+    parts = memory_estimate(
+        config, *(AutoConfig.from_pretrained(n) for n in (config.policy, config.reward_model))
+    )
     need = 1.1 * total_estimate(parts)
-    if config.device.startswith("cuda") and need > (free := torch.cuda.mem_get_info(config.device)[0]):
+    if config.device.startswith("cuda") and need > (
+        free := torch.cuda.mem_get_info(config.device)[0]
+    ):
         worst = max((k for k in parts if ":" in k), key=parts.__getitem__)
-        flag = {"sampling": "--sample_batch", "scoring": "--reward_batch", "update": "--micro_batch"}[worst.split(":")[0]]
+        flag = {
+            "sampling": "--sample_batch",
+            "scoring": "--reward_batch",
+            "update": "--micro_batch",
+        }[worst.split(":")[0]]
         if parts[worst] < need - free:  # no batch size would be small enough
-            flag = "--lora_rank 64" if config.lora_rank == 0 else "--max_response_tokens, or take a smaller model"
+            flag = (
+                "--lora_rank 64"
+                if config.lora_rank == 0
+                else "--max_response_tokens, or take a smaller model"
+            )
         table = "".join(f"\n  {v / 2**30:6.1f} GiB  {k}" for k, v in parts.items())
         raise ValueError(
             f"This run needs about {need / 2**30:.1f} GiB and the GPU has {free / 2**30:.1f} GiB free. Try: {flag}"
@@ -265,7 +321,7 @@ def self_check(
     tokenizer: PreTrainedTokenizerBase,
     vocabulary: Vocabulary,
     prompts: list[Messages],
-    config: "Config",
+    config: Config,
 ) -> dict[str, float]:
     """Two refusals that cost a second: is lm_head(hidden) all there is to the logits, and does training see what was sampled?
 
@@ -282,12 +338,23 @@ def self_check(
     hidden = response_hidden(policy, rollout)[mask]  # (N, H)
     logp, _ = token_logprobs(hidden, head, ids[mask], config.temperature)  # (N,)
 
-    whole, seen = torch.cat([rollout.prompt_ids, ids], 1), torch.cat([rollout.prompt_mask, mask], 1).long()
+    whole, seen = (
+        torch.cat([rollout.prompt_ids, ids], 1),
+        torch.cat([rollout.prompt_mask, mask], 1).long(),
+    )
     places = (seen.cumsum(-1) - 1).clamp(min=0)
-    logits = policy(input_ids=whole, attention_mask=seen, position_ids=places, use_cache=False).logits  # (2, P+T, rows)
-    own: Tensor = logits[:, rollout.prompt_ids.shape[1] - 1 : -1, : vocabulary.size][mask].float() / config.temperature
+    logits = policy(
+        input_ids=whole, attention_mask=seen, position_ids=places, use_cache=False
+    ).logits  # (2, P+T, rows)
+    own: Tensor = (
+        logits[:, rollout.prompt_ids.shape[1] - 1 : -1, : vocabulary.size][mask].float()
+        / config.temperature
+    )
     gaps = {
-        "check/logits_gap": (own.log_softmax(-1).gather(1, ids[mask][:, None])[:, 0] - logp).abs().mean().item(),
+        "check/logits_gap": (own.log_softmax(-1).gather(1, ids[mask][:, None])[:, 0] - logp)
+        .abs()
+        .mean()
+        .item(),
         "check/sampler_gap": (rollout.sampler_logp[mask] - logp).abs().mean().item(),
     }
     if not gaps["check/logits_gap"] <= limit:

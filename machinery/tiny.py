@@ -16,20 +16,34 @@ import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer, models, pre_tokenizers
 from tqdm import tqdm
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, Qwen3ForSequenceClassification
+from transformers import (
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3ForSequenceClassification,
+)
 
-from grpo import Messages, Rollout, pad, shared_vocabulary
-from sft import sft
+from machinery.rollout import Messages, Rollout, pad, shared_vocabulary
+from machinery.sft import sft
 
-TOPICS = "cat dog horse bird train boat bridge house garden river hill cake bread soup song film".split()
+TOPICS = (
+    "cat dog horse bird train boat bridge house garden river hill cake bread soup song film".split()
+)
 HELD_OUT = "storm city book clock".split()
 NOUNS = TOPICS + HELD_OUT
 KIND = "lovely kind warm bright gentle happy sweet fine".split()
 RUDE = "ugly stupid nasty awful dirty boring bad cruel".split()
-PLAIN = "red blue green old new small large long short round flat wooden heavy light dark plain".split()
+PLAIN = (
+    "red blue green old new small large long short round flat wooden heavy light dark plain".split()
+)
 ADJECTIVES = KIND + RUDE + PLAIN
 FUNCTION = "the is and a . it was we saw there one with".split()
-FORMS = ("the N is A and A .", "it was a A N .", "we saw the A N and it was A .", "there was one A N with a A N .")
+FORMS = (
+    "the N is A and A .",
+    "it was a A N .",
+    "we saw the A N and it was A .",
+    "there was one A N with a A N .",
+)
 CHAT_TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}> {{ m.content }} <end> {% endfor %}"
     "{% if add_generation_prompt %}<assistant> {% endif %}"
@@ -40,7 +54,9 @@ CHAT_TEMPLATE = (
 class Recipe:
     """What a world is made of; a change here or in this file builds a new one."""
 
-    rms_norm_eps: float = 1e-3  # of the reward model: how smooth it is, and so how faithful its first-order gradient
+    rms_norm_eps: float = (
+        1e-3  # of the reward model: how smooth it is, and so how faithful its first-order gradient
+    )
     hidden_size: int = 96
     layers: int = 2
     sft_texts: int = 3000
@@ -70,15 +86,22 @@ def gold_reward(topic: str, words: list[str], stopped: bool = True) -> float:
     if not content:
         return -5.0 - cut
     neighbours = list(zip(words, words[1:], strict=False))
-    heaped = sum(a in value and b in ADJECTIVES for a, b in neighbours) + sum(a == b for a, b in neighbours)
+    heaped = sum(a in value and b in ADJECTIVES for a, b in neighbours) + sum(
+        a == b for a, b in neighbours
+    )
     return 5.0 * sum(content) / len(content) - 5.0 * heaped / len(words) - cut
 
 
 def gold_rewards(tokenizer: PreTrainedTokenizerFast, rollout: Rollout) -> list[float]:
     """The gold reward of each response of a rollout."""
-    texts = [ids[keep].tolist() for ids, keep in zip(rollout.response_ids, rollout.content_mask, strict=True)]
+    texts = [
+        ids[keep].tolist()
+        for ids, keep in zip(rollout.response_ids, rollout.content_mask, strict=True)
+    ]
     return [
-        gold_reward(messages[-1]["content"].split()[-1], tokenizer.convert_ids_to_tokens(ids), bool(stopped))
+        gold_reward(
+            messages[-1]["content"].split()[-1], tokenizer.convert_ids_to_tokens(ids), bool(stopped)
+        )
         for messages, ids, stopped in zip(rollout.messages, texts, rollout.stopped, strict=True)
     ]
 
@@ -107,7 +130,10 @@ def sentences(rng: random.Random, topic: str, count: int) -> list[str]:
 def anything(rng: random.Random, topic: str) -> list[str]:
     """A text from a wider distribution than the policy's, for the reward model: what it never saw it would reward at random."""
     if rng.random() < 0.25:  # word salad from a small pool
-        pool = [rng.choice(rng.choice((FUNCTION, ADJECTIVES, NOUNS, [topic]))) for _ in range(rng.randint(1, 6))]
+        pool = [
+            rng.choice(rng.choice((FUNCTION, ADJECTIVES, NOUNS, [topic])))
+            for _ in range(rng.randint(1, 6))
+        ]
         return [rng.choice(pool) for _ in range(rng.randint(1, 36))]
     words = sentences(rng, topic, rng.randint(1, 4))
     if rng.random() < 0.3:  # telegram style
@@ -120,16 +146,30 @@ def anything(rng: random.Random, topic: str) -> list[str]:
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    words = ["<pad>", "<unk>", "<end>", "<user>", "<assistant>", "describe", *FUNCTION, *NOUNS, *ADJECTIVES]
+    words = [
+        "<pad>",
+        "<unk>",
+        "<end>",
+        "<user>",
+        "<assistant>",
+        "describe",
+        *FUNCTION,
+        *NOUNS,
+        *ADJECTIVES,
+    ]
     core = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>"))
     core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     special = {"pad_token": "<pad>", "unk_token": "<unk>", "eos_token": "<end>"}
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, additional_special_tokens=["<user>", "<assistant>"], **special)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core, additional_special_tokens=["<user>", "<assistant>"], **special
+    )
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
 
 
-def model_config(recipe: Recipe, tokenizer: PreTrainedTokenizerFast, **extra: object) -> Qwen3Config:
+def model_config(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerFast, **extra: object
+) -> Qwen3Config:
     return Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=recipe.hidden_size,
@@ -145,12 +185,16 @@ def model_config(recipe: Recipe, tokenizer: PreTrainedTokenizerFast, **extra: ob
     )
 
 
-def train_reward_model(model: Qwen3ForSequenceClassification, tokenizer: PreTrainedTokenizerFast, recipe: Recipe) -> None:
+def train_reward_model(
+    model: Qwen3ForSequenceClassification, tokenizer: PreTrainedTokenizerFast, recipe: Recipe
+) -> None:
     """Bradley-Terry on pairs of texts about one topic, labelled with P(first is better) = sigmoid(4 × the gold difference)."""
     rng = random.Random(recipe.seed)
     steps, peak = recipe.reward_steps, 2e-3
     optimizer = torch.optim.AdamW(model.parameters(), lr=peak, weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=peak, total_steps=steps, pct_start=0.1)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, max_lr=peak, total_steps=steps, pct_start=0.1
+    )
     for _ in (bar := tqdm(range(steps), desc="reward model", dynamic_ncols=True)):
         loss, accuracy = pair_loss(model, tokenizer, rng, recipe.reward_topics)
         optimizer.zero_grad()
@@ -162,21 +206,33 @@ def train_reward_model(model: Qwen3ForSequenceClassification, tokenizer: PreTrai
 
 
 def pair_loss(
-    model: Qwen3ForSequenceClassification, tokenizer: PreTrainedTokenizerFast, rng: random.Random, topics: int
+    model: Qwen3ForSequenceClassification,
+    tokenizer: PreTrainedTokenizerFast,
+    rng: random.Random,
+    topics: int,
 ) -> tuple[torch.Tensor, float]:
     """The Bradley-Terry loss on fresh texts, four a topic in all six pairs, and how often the model agrees with the person."""
     about = [t for t in (rng.choice(NOUNS) for _ in range(topics)) for _ in range(4)]
     texts = [anything(rng, t) for t in about]
     rendered = [
-        tokenizer.apply_chat_template([*prompt(t), {"role": "assistant", "content": " ".join(w)}], tokenize=False)
+        tokenizer.apply_chat_template(
+            [*prompt(t), {"role": "assistant", "content": " ".join(w)}], tokenize=False
+        )
         for t, w in zip(about, texts, strict=True)
     ]
     ids, mask = pad(tokenizer(rendered, add_special_tokens=False).input_ids, tokenizer.pad_token_id)
-    hidden = model.base_model(input_ids=ids, attention_mask=mask.long()).last_hidden_state  # (4 topics, L, H)
+    hidden = model.base_model(
+        input_ids=ids, attention_mask=mask.long()
+    ).last_hidden_state  # (4 topics, L, H)
     score = model.score(hidden[torch.arange(len(about)), mask.sum(-1) - 1]).view(topics, 4)
-    gold = torch.tensor([gold_reward(t, w) for t, w in zip(about, texts, strict=True)]).view(topics, 4)
+    gold = torch.tensor([gold_reward(t, w) for t, w in zip(about, texts, strict=True)]).view(
+        topics, 4
+    )
     first, second = torch.triu_indices(4, 4, offset=1)
-    margin, truth = score[:, first] - score[:, second], gold[:, first] - gold[:, second]  # (topics, 6)
+    margin, truth = (
+        score[:, first] - score[:, second],
+        gold[:, first] - gold[:, second],
+    )  # (topics, 6)
     coin = torch.tensor([rng.random() for _ in range(margin.numel())]).view_as(margin)
     loss = F.binary_cross_entropy_with_logits(margin, (coin < torch.sigmoid(4 * truth)).float())
     return loss, ((margin > 0) == (truth > 0))[truth != 0].float().mean().item()
@@ -209,14 +265,25 @@ def build(name: str, root: Path = Path("runs")) -> Path:
     topics = [rng.choice(TOPICS) for _ in range(recipe.sft_texts)]
     examples = [(prompt(t), " ".join(sentences(rng, t, rng.randint(2, 4)))) for t in topics]
     vocabulary = shared_vocabulary(policy, tokenizer)
-    losses = sft(policy, tokenizer, examples, vocabulary, epochs=2, batch=32, micro_batch=32, learning_rate=3e-3)
+    losses = sft(
+        policy,
+        tokenizer,
+        examples,
+        vocabulary,
+        epochs=2,
+        batch=32,
+        micro_batch=32,
+        learning_rate=3e-3,
+    )
 
     config = model_config(recipe, tokenizer, num_labels=1, rms_norm_eps=recipe.rms_norm_eps)
     reward_model = Qwen3ForSequenceClassification(config)
     train_reward_model(reward_model, tokenizer, recipe)
     with torch.no_grad():
         accuracy = pair_loss(reward_model, tokenizer, random.Random(recipe.seed + 1), 250)[1]
-    print(f"Policy: {losses[-1]:.2f} nats a token. Reward model: agrees with the person on {accuracy:.0%} of fresh pairs.")
+    print(
+        f"Policy: {losses[-1]:.2f} nats a token. Reward model: agrees with the person on {accuracy:.0%} of fresh pairs."
+    )
 
     for model, part in ((policy, "policy"), (reward_model, "reward_model")):
         model.save_pretrained(draft / part)

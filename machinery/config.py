@@ -1,0 +1,291 @@
+"""Every flag of train.py, the presets, and what can be refused before torch is even imported.
+
+One dataclass, `Config`, holds all flags. It is put together from small dataclasses, one per topic,
+because that is how `--help` shows them. Names are TRL's where the meaning is the same.
+"""
+
+import json
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+
+from transformers import HfArgumentParser
+
+
+def flag(default: object, help: str) -> object:
+    """A dataclass field with a help text; list defaults are copied for every instance."""
+    metadata = {"help": help}
+    if isinstance(default, list):
+        return field(default_factory=default.copy, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+@dataclass
+class Experiment:
+    _argument_group_name = "what to run"
+
+    preset: str = flag(
+        "tiny",
+        "tiny, tiny-sharp, qwen3-0.6b, or a setting of the paper: qwen3-14b-base, qwen3-14b, "
+        "llama-3.1-8b-base, llama-3.1-8b-instruct; any other flag overrides it",
+    )
+    policy: str | None = flag(None, "hub id or directory of the policy; default: the tiny world's")
+    reward_model: str | None = flag(
+        None, "hub id or directory of the reward model; default: the tiny world's"
+    )
+    prompts: str | None = flag(
+        None, "JSONL file, or hub data set as NAME:SPLIT; default: the tiny world's"
+    )
+    prompt_column: str | None = flag(
+        None, 'column with a string or a list of chat messages; default: "prompt" or "messages"'
+    )
+    chat_template: str | None = flag(None, "file with a chat template for a policy that has none")
+    enable_thinking: bool = flag(False, "let the chat template switch thinking on (Qwen3)")
+    seed: int = flag(0, "all randomness of rollout n comes from (seed, n)")
+
+
+@dataclass
+class Credit:
+    _argument_group_name = "the credit of a token, (1) to (6)"
+
+    credit: str = flag(
+        "datc",
+        "how the advantage is spread over tokens: a method of credit.py or baselines.py, "
+        "or FILE.py:NAME for one of your own",
+    )
+    band: float = flag(4.0, "λ: credit weights stay within [1/λ, λ]; 1 is GRPO")
+    grad_at: list[float] = flag(
+        [1.0],
+        "where the reward gradient is taken: 1 = the sample (paper), or points on the path from "
+        "the expected embedding (0) to it, e.g. 0.25 0.75",
+    )
+    advantage: str = flag("grpo", "a response's advantage: grpo, dr_grpo, rloo, rank_normal")
+    missing_eos_penalty: float = flag(
+        1.0, "subtracted from the reward of a response that was cut; 0 = none"
+    )
+    length_penalty: float = flag(0.0, "scale of the soft length window, in σ0; 0 = none, 1 = [dev]")
+    advantage_std_floor: float = flag(
+        0.0,
+        "smallest group standard deviation to divide by, in σ0; 0 = none, 0.5 = [dev]; σ0 = the "
+        "starting policy's median group standard deviation, measured first where needed",
+    )
+
+
+@dataclass
+class Rollouts:
+    _argument_group_name = "rollouts"
+
+    rollouts: int = flag(100, "rollouts to train for; each is one optimizer step per epoch")
+    prompts_per_rollout: int = flag(2, "prompts in a rollout")
+    group_size: int = flag(4, "responses to each prompt, at least 2")
+    max_prompt_tokens: int = flag(64, "longest prompt, in the policy's tokens with its template")
+    max_response_tokens: int = flag(48, "where a response is cut")
+    temperature: float = flag(1.0, "sampling temperature, also of the log-probs in the loss")
+
+
+@dataclass
+class Update:
+    _argument_group_name = "the update, (7)"
+
+    learning_rate: float = flag(6e-4, "AdamW, constant")
+    weight_decay: float = flag(0.01, "AdamW")
+    max_grad_norm: float = flag(1.0, "clip the gradient's norm to this")
+    epsilon: float = flag(0.2, "clip range of the probability ratio; acts with --epochs above 1")
+    epochs: int = flag(1, "optimizer steps on one rollout")
+    beta: float = flag(0.05, "weight of the KL to the policy RL starts from; 0 = no reference pass")
+    lora_rank: int = flag(
+        0, "train LoRA adapters of this rank (alpha = 2 rank); 0 = all weights, in float32"
+    )
+    sft_examples: int = flag(
+        0, 'fine-tune first on this many "chosen" answers of --prompts; 0 = none'
+    )
+    sft_learning_rate: float = flag(1e-4, "AdamW, decaying to 0 over two epochs of SFT")
+
+
+@dataclass
+class Machine:
+    _argument_group_name = "the machine (nothing here changes what is learned)"
+
+    device: str = flag("auto", "cuda, cpu; auto = a GPU if there is one")
+    dtype: str = flag("auto", "of frozen weights: bfloat16, float32; auto = bfloat16 on a GPU")
+    attn_implementation: str = flag("sdpa", "sdpa, eager or flash_attention_2")
+    gradient_checkpointing: bool = flag(
+        False, "recompute activations in backward, in policy and reward model"
+    )
+    micro_batch: int = flag(8, "responses per forward and backward of the policy")
+    reward_batch: int = flag(8, "responses per pass of the reward model")
+    sample_batch: int = flag(64, "responses generated at a time: what the KV cache must hold")
+
+
+@dataclass
+class Folder:
+    _argument_group_name = "the run folder"
+
+    output_dir: str | None = flag(
+        None, "run folder, must be new; default: runs/PRESET-CREDIT-sSEED, numbered if taken"
+    )
+    save_every: int = flag(50, "rollouts between checkpoints")
+    resume: str | None = flag(
+        None, "run folder to go on with, from its last checkpoint and with its flags"
+    )
+
+
+GROUPS = (Experiment, Credit, Rollouts, Update, Machine, Folder)
+
+
+@dataclass
+class Config(Folder, Machine, Update, Rollouts, Credit, Experiment):
+    """Every flag. The defaults are the tiny world's."""
+
+    @property
+    def template(self) -> dict[str, object]:
+        """What the chat template is told, beside the messages."""
+        return {"enable_thinking": self.enable_thinking}
+
+    @property
+    def responses(self) -> int:
+        """B: responses per rollout."""
+        return self.prompts_per_rollout * self.group_size
+
+
+# ----------------------------------------------------------------------------------------------
+# Presets.
+
+PAPER = {
+    "prompts": "HuggingFaceH4/ultrafeedback_binarized:train_prefs",
+    "rollouts": 250,
+    "prompts_per_rollout": 8,
+    "group_size": 8,
+    "max_prompt_tokens": 2048,
+    "max_response_tokens": 2048,
+    "missing_eos_penalty": 0.0,
+    "length_penalty": 1.0,
+    "advantage_std_floor": 0.5,
+    "learning_rate": 5e-5,
+    "beta": 0.03,
+    "lora_rank": 64,
+    "micro_batch": 2,
+    "reward_batch": 4,
+    "sample_batch": 16,
+    "gradient_checkpointing": True,
+}
+QWEN3 = {**PAPER, "reward_model": "Skywork/Skywork-Reward-V2-Qwen3-8B"}
+LLAMA3 = {**PAPER, "reward_model": "Skywork/Skywork-Reward-Llama-3.1-8B-v0.2"}
+PRESETS: dict[str, dict[str, object]] = {
+    "tiny": {"dtype": "float32"},
+    "tiny-sharp": {"dtype": "float32"},
+    "qwen3-14b-base": {**QWEN3, "policy": "Qwen/Qwen3-14B-Base", "sft_examples": 10_000},
+    "qwen3-14b": {**QWEN3, "policy": "Qwen/Qwen3-14B"},
+    "llama-3.1-8b-base": {**LLAMA3, "policy": "meta-llama/Llama-3.1-8B", "sft_examples": 10_000},
+    "llama-3.1-8b-instruct": {**LLAMA3, "policy": "meta-llama/Llama-3.1-8B-Instruct"},
+    "qwen3-0.6b": {  # any 12 GB card
+        **PAPER,
+        "policy": "Qwen/Qwen3-0.6B",
+        "reward_model": "Skywork/Skywork-Reward-V2-Qwen3-0.6B",
+        "max_prompt_tokens": 512,
+        "max_response_tokens": 512,
+        "sample_batch": 32,
+    },
+}
+TINY = ("tiny", "tiny-sharp")  # the presets whose models and prompts machinery/tiny.py builds
+
+# ----------------------------------------------------------------------------------------------
+# What may stand in a flag.
+
+AT_LEAST = {
+    "band": 1,
+    "group_size": 2,
+    "rollouts": 1,
+    "prompts_per_rollout": 1,
+    "max_response_tokens": 1,
+    "epochs": 1,
+    "micro_batch": 1,
+    "reward_batch": 1,
+    "sample_batch": 1,
+    "save_every": 1,
+    "beta": 0,
+    "lora_rank": 0,
+    "length_penalty": 0,
+    "advantage_std_floor": 0,
+    "missing_eos_penalty": 0,
+    "sft_examples": 0,
+}
+ABOVE_ZERO = (
+    "temperature",
+    "learning_rate",
+    "max_grad_norm",
+    "epsilon",
+    "max_prompt_tokens",
+    "sft_learning_rate",
+)
+CHOICES = {
+    "advantage": ("grpo", "dr_grpo", "rloo", "rank_normal"),
+    "dtype": ("bfloat16", "float16", "float32", "float64", "auto"),
+}
+
+
+def check_config(config: Config) -> None:
+    """Raise ValueError, naming the flag and the fix, for what the flags alone show to be wrong."""
+    for name, least in AT_LEAST.items():
+        value = getattr(config, name)
+        if not value >= least:
+            raise ValueError(f"--{name} is {value}; it must be at least {least}.")
+    for name in ABOVE_ZERO:
+        value = getattr(config, name)
+        if not value > 0:
+            raise ValueError(f"--{name} is {value}; it must be above 0.")
+    for name, known in CHOICES.items():
+        value = getattr(config, name)
+        if value not in known:
+            raise ValueError(f"--{name} {value!r} is unknown. Known: {', '.join(known)}.")
+    if not config.grad_at or not all(0 <= alpha <= 1 for alpha in config.grad_at):
+        raise ValueError(
+            f"--grad_at is {config.grad_at}; "
+            "give points between 0 (expected embedding) and 1 (the sample)."
+        )
+
+
+def parse(argv: list[str] | None = None, description: str = "") -> Config:
+    """Flags over the preset's (or the resumed run's) values over the defaults.
+
+    Raises ValueError for an unknown preset or flag, a value out of range, or a run that is not
+    there. Device and dtype may still be "auto": `settle` in train.py knows the machine.
+    """
+    parser = HfArgumentParser(GROUPS, description=description, allow_abbrev=False)
+    first, _ = parser.parse_known_args(argv)
+    if first.resume:
+        parser.set_defaults(**read_flags(Path(first.resume)))
+    elif first.preset in PRESETS:
+        parser.set_defaults(**PRESETS[first.preset])
+    else:
+        known = ", ".join(PRESETS)
+        raise ValueError(f"--preset {first.preset!r} is unknown. Presets: {known}.")
+    *groups, unknown = parser.parse_args_into_dataclasses(
+        argv, return_remaining_strings=True, look_for_args_file=False
+    )
+    if unknown:
+        raise ValueError(f"Unknown flags: {' '.join(unknown)}. See --help.")
+    values = {}
+    for group in groups:
+        values |= asdict(group)
+    config = Config(**values)
+    check_config(config)
+    return config
+
+
+def read_flags(folder: Path) -> dict[str, object]:
+    """The flags that a run folder was started with."""
+    saved = folder / "config.json"
+    if not saved.is_file():
+        raise ValueError(f"--resume {folder}: no run is there (config.json is missing).")
+    return json.loads(saved.read_text())
+
+
+def changed_flags(config: Config, without: tuple[str, ...] = ()) -> dict[str, object]:
+    """The flags that differ from their preset's, by name."""
+    plain = replace(Config(), **PRESETS[config.preset])
+    changed = {}
+    for one in fields(Config):
+        value = getattr(config, one.name)
+        if value != getattr(plain, one.name) and one.name not in without:
+            changed[one.name] = value
+    return changed
