@@ -10,12 +10,6 @@ from torch import Tensor
 from credit import Credit, CreditInputs, banded, credit_method, multiplicative
 
 
-def added(x: CreditInputs, amount: Tensor) -> Credit:
-    """Ã_t = A + amount_t on the response, (B, T): no weights, and no guarantee."""
-    token_advantages = (x.advantages[:, None] + amount) * x.response_mask
-    return Credit(token_advantages.to(x.advantages.dtype))
-
-
 @credit_method("p2t", needs=("reward_grad",))
 def p2t(x: CreditInputs, omega: float = 0.6, alpha: float = 0.1) -> Credit:
     """P2T (Wu et al., CVPR 2026) as DATC's comparison runs it, reconstructed.
@@ -26,7 +20,9 @@ def p2t(x: CreditInputs, omega: float = 0.6, alpha: float = 0.1) -> Credit:
     """
     evidence = (x.reward_grad * (x.token_embedding - x.null_embedding)).sum(-1)  # (B, T)
     share = evidence.masked_fill(~x.response_mask, -torch.inf).softmax(-1)  # (B, T)
-    return added(x, alpha * (x.rewards[:, None] * (1 + omega * share)))
+    amount = alpha * (x.rewards[:, None] * (1 + omega * share))  # (B, T)
+    token_advantages = (x.advantages[:, None] + amount) * x.response_mask
+    return Credit(token_advantages.to(x.advantages.dtype))
 
 
 @credit_method("p2t_long", needs=("reward_grad",))

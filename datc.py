@@ -127,13 +127,11 @@ def work(
     Returns:
         (N,) d_t, in at least float32, without a graph.
     """
-    size = min(len(lm_head), len(embedding))  # rows behind the shared support are padding
-    if logp is None:
-        logp = log_prob(hidden, lm_head[:size], token_ids, temperature)
+    chunks = _chunks(hidden, lm_head, token_ids, reward_grad, embedding, temperature, chunk, logp)
     found = []
-    for h, a, f, lp in _split(chunk, hidden, token_ids, reward_grad, logp):
+    for lp, strips in chunks:
         mean = collision = weighted = 0.0
-        for p, v in _strips(h, lm_head[:size], a, f, embedding[:size], temperature, lp):
+        for p, v in strips:  # (n, S) each
             mean = mean + (p * v).sum(-1)  # (n,)  μ = Σ p v
             weighted = weighted + (p * p * v).sum(-1)  # (n,)  Σ p² v
             collision = collision + (p * p).sum(-1)  # (n,)  Σ p²
@@ -153,13 +151,11 @@ def work_magnitude(
     logp: Tensor | None = None,
 ) -> Tensor:
     """‖g_t‖ ‖k_t‖, (N,): what is at stake at a token, whatever the direction. As `work`."""
-    size = min(len(lm_head), len(embedding))
-    if logp is None:
-        logp = log_prob(hidden, lm_head[:size], token_ids, temperature)
+    chunks = _chunks(hidden, lm_head, token_ids, reward_grad, embedding, temperature, chunk, logp)
     found = []
-    for h, a, f, lp in _split(chunk, hidden, token_ids, reward_grad, logp):
+    for lp, strips in chunks:
         mean = collision = weighted = squared = 0.0
-        for p, v in _strips(h, lm_head[:size], a, f, embedding[:size], temperature, lp):
+        for p, v in strips:  # (n, S) each
             mean = mean + (p * v).sum(-1)
             weighted = weighted + (p * p * v).sum(-1)
             squared = squared + (p * v).square().sum(-1)  # (n,)  Σ p² v²
@@ -239,9 +235,25 @@ def _strips(
         yield (logits - log_z[:, None]).exp(), value - sampled_value[:, None]
 
 
-def _split(chunk: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Chunks of at most so many positions, from tensors that have one row per position."""
-    return zip(*(t.split(chunk) for t in tensors), strict=True)
+def _chunks(
+    hidden: Tensor,
+    lm_head: Tensor,
+    token_ids: Tensor,
+    reward_grad: Tensor,
+    embedding: Tensor,
+    temperature: float,
+    chunk: int,
+    logp: Tensor | None,
+) -> Iterator[tuple[Tensor, Iterator[tuple[Tensor, Tensor]]]]:
+    """For at most `chunk` positions at a time: log p(a), (n,), and the strips of p and v - v_a."""
+    size = min(len(lm_head), len(embedding))  # rows behind the shared support are padding
+    lm_head = lm_head[:size]
+    embedding = embedding[:size]
+    if logp is None:
+        logp = log_prob(hidden, lm_head, token_ids, temperature)
+    split = [t.split(chunk) for t in (hidden, token_ids, reward_grad, logp)]
+    for h, a, f, lp in zip(*split, strict=True):
+        yield lp, _strips(h, lm_head, a, f, embedding, temperature, lp)
 
 
 def at_least_float32(*tensors: Tensor) -> torch.dtype:

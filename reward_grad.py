@@ -179,15 +179,16 @@ class RewardModel:
         parts = {}  # the G responses of a prompt share its messages, so render them once
         texts = []
         prefixes = []
-        content = rollout.content_mask.to(device)  # (b, T)
+        content = rollout.content_mask  # (b, T)
         for messages, ids, keep in zip(
-            rollout.messages, rollout.response_ids, rollout.content_mask, strict=True
+            rollout.messages, rollout.response_ids, content, strict=True
         ):
             if id(messages) not in parts:
                 parts[id(messages)] = template_around_answer(self.tokenizer, messages)
             prefix, suffix = parts[id(messages)]
             texts.append(prefix + ids[keep].tolist() + suffix)
             prefixes.append(len(prefix))
+        content = content.to(device)
         longest = max(len(text) for text in texts)
         limit = getattr(self.model.config, "max_position_embeddings", None)
         if limit and longest > limit:

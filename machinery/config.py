@@ -141,11 +141,6 @@ class Config(Folder, Machine, Update, Rollouts, Credit, Experiment):
         """What the chat template is told, beside the messages."""
         return {"enable_thinking": self.enable_thinking}
 
-    @property
-    def responses(self) -> int:
-        """B: responses per rollout."""
-        return self.prompts_per_rollout * self.group_size
-
 
 # ----------------------------------------------------------------------------------------------
 # Presets.
@@ -186,7 +181,6 @@ PRESETS: dict[str, dict[str, object]] = {
         "sample_batch": 32,
     },
 }
-TINY = ("tiny", "tiny-sharp")  # the presets whose models and prompts machinery/tiny.py builds
 
 # ----------------------------------------------------------------------------------------------
 # What may stand in a flag.

@@ -1,7 +1,6 @@
 """What was sampled: the vocabulary that policy and reward model share, the `Rollout`, and sampling.
 
-Ids and masks are made once, at sampling, and never inferred again. Whatever is learnt about the
-responses later (rewards, advantages, credit) is filled into the same object, row by row.
+Ids and masks are made once, at sampling, and never inferred again.
 """
 
 from collections.abc import Iterator
@@ -39,18 +38,7 @@ class Rollout:
     stopped: Tensor  # (B,) bool: ended with a stop token (the last of its mask), not by the limit
     group_size: int
     sampler_logp: Tensor | None = None  # (B, T) what the sampler itself thought, if asked for
-
-    # Filled in by the loop, in this order.
-    rewards: Tensor | None = None  # (B,) raw
     reward_grad: Tensor | None = None  # (B, T, D) f_t where the scoring pass gave it
-    advantages: Tensor | None = None  # (B,) A of (1)
-    sharpness: Tensor | None = None  # (B,) what (6) reads in place of A
-    reference_logp: Tensor | None = None  # (B, T) under the policy RL started from
-    old_logp: Tensor | None = None  # (B, T) before the first epoch
-    token_advantages: Tensor | None = None  # (B, T) Ã of (7)
-    weights: Tensor | None = None  # (B, T) w where Ã = A w
-    tau: Tensor | None = None  # (B,) of (6)
-    work: Tensor | None = None  # (B, T) d of (5), where the credit method read it
 
     def __len__(self) -> int:
         return len(self.messages)
