@@ -353,6 +353,7 @@ def get_credit_method(name: str) -> CreditMethod:
 
     Raises ValueError for an unknown name, listing the known ones, and for a file without it.
     """
+    importlib.import_module("baselines")  # registers its methods
     file, _, short = name.rpartition(":")
     if file:
         load_methods(Path(file))

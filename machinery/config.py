@@ -5,6 +5,8 @@ because that is how `--help` shows them. Names are TRL's where the meaning is th
 """
 
 import json
+import shlex
+import sys
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 
@@ -87,7 +89,7 @@ class Update:
     _argument_group_name = "the update, (7)"
 
     learning_rate: float = flag(6e-4, "AdamW, constant")
-    weight_decay: float = flag(0.01, "AdamW")
+    weight_decay: float = flag(0.01, "AdamW's, on all trained parameters")
     max_grad_norm: float = flag(1.0, "clip the gradient's norm to this")
     epsilon: float = flag(0.2, "clip range of the probability ratio; acts with --epochs above 1")
     epochs: int = flag(1, "optimizer steps on one rollout")
@@ -126,6 +128,9 @@ class Folder:
     save_every: int = flag(50, "rollouts between checkpoints")
     resume: str | None = flag(
         None, "run folder to go on with, from its last checkpoint and with its flags"
+    )
+    report_to: str = flag(
+        "none", "where metrics go beside metrics.jsonl: none, tensorboard, wandb, trackio"
     )
 
 
@@ -214,6 +219,7 @@ ABOVE_ZERO = (
 CHOICES = {
     "advantage": ("grpo", "dr_grpo", "rloo", "rank_normal"),
     "dtype": ("bfloat16", "float16", "float32", "float64", "auto"),
+    "report_to": ("none", "tensorboard", "wandb", "trackio"),
 }
 
 
@@ -238,13 +244,23 @@ def check_config(config: Config) -> None:
         )
 
 
-def parse(argv: list[str] | None = None, description: str = "") -> Config:
+def show_help(description: str) -> None:
+    """Answer --help and leave, where it is asked for."""
+    if {"-h", "--help"} & set(sys.argv[1:]):
+        make_parser(description.partition("\n")[0]).parse_args(["--help"])
+
+
+def make_parser(description: str = "") -> HfArgumentParser:
+    return HfArgumentParser(GROUPS, description=description, allow_abbrev=False)
+
+
+def parse(argv: list[str] | None = None) -> Config:
     """Flags over the preset's (or the resumed run's) values over the defaults.
 
     Raises ValueError for an unknown preset or flag, a value out of range, or a run that is not
-    there. Device and dtype may still be "auto": `settle` in train.py knows the machine.
+    there. Device and dtype may still be "auto": `settle` in machinery/load.py knows the machine.
     """
-    parser = HfArgumentParser(GROUPS, description=description, allow_abbrev=False)
+    parser = make_parser()
     first, _ = parser.parse_known_args(argv)
     if first.resume:
         parser.set_defaults(**read_flags(Path(first.resume)))
@@ -283,3 +299,15 @@ def changed_flags(config: Config, without: tuple[str, ...] = ()) -> dict[str, ob
         if value != getattr(plain, one.name) and one.name not in without:
             changed[one.name] = value
     return changed
+
+
+def as_arguments(values: dict[str, object]) -> str:
+    """Flags as one would type them."""
+    words = []
+    for name, value in values.items():
+        words.append(f"--{name}")
+        if isinstance(value, list):
+            words += [str(one) for one in value]
+        elif value is not True:
+            words.append(shlex.quote(str(value)))
+    return " ".join(words)

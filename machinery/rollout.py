@@ -3,8 +3,10 @@
 Ids and masks are made once, at sampling, and never inferred again.
 """
 
+import random
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 from typing import TypeVar
 
 import torch
@@ -37,8 +39,19 @@ class Rollout:
     free_mask: Tensor  # (B, T) bool: response tokens that compete for credit
     stopped: Tensor  # (B,) bool: ended with a stop token (the last of its mask), not by the limit
     group_size: int
+
+    # What the loop learns about the responses, step by step; None until then.
     sampler_logp: Tensor | None = None  # (B, T) what the sampler itself thought, if asked for
-    reward_grad: Tensor | None = None  # (B, T, D) f_t where the scoring pass gave it
+    rewards: Tensor | None = None  # (B,) R, raw
+    reward_grad: Tensor | None = None  # (B, T, D) f_t, where the scoring pass gave it
+    advantages: Tensor | None = None  # (B,) A of (1)
+    sharpness: Tensor | None = None  # (B,) what (6) reads in place of A
+    reference_logp: Tensor | None = None  # (B, T) log-probs under the policy RL started from
+    old_logp: Tensor | None = None  # (B, T) log-probs before the update
+    token_advantages: Tensor | None = None  # (B, T) Ã
+    weights: Tensor | None = None  # (B, T) w, where the method works by weights
+    tau: Tensor | None = None  # (B,) the allocation's temperature, where there is one
+    work: Tensor | None = None  # (B, T) d, where the method read it
 
     def __len__(self) -> int:
         return len(self.messages)
@@ -194,6 +207,28 @@ def encode_prompt(
 
 # ----------------------------------------------------------------------------------------------
 # Sampling.
+
+
+def step_seed(seed: int, step: int) -> int:
+    """All randomness of rollout `step` comes from it, so a resumed run needs no random states."""
+    return seed * 1_000_003 + step
+
+
+def choose_prompts(prompts: list[Messages], step: int, seed: int, count: int) -> list[Messages]:
+    """The `count` prompts of a rollout: a fresh shuffle per epoch, a function of seed and step.
+
+    So the rollout's number is also the prompt cursor.
+    """
+    chosen = []
+    for i in range(step * count, (step + 1) * count):
+        epoch, place = divmod(i, len(prompts))
+        chosen.append(prompts[shuffled(len(prompts), seed, epoch)[place]])
+    return chosen
+
+
+@lru_cache(maxsize=2)
+def shuffled(count: int, seed: int, epoch: int) -> list[int]:
+    return random.Random(f"{seed}/{epoch}").sample(range(count), count)
 
 
 @torch.no_grad()
