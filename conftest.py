@@ -1,6 +1,7 @@
 """Small things to test on, shared by all tests: models, tokenizers, rollouts, runs on disk."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,15 @@ from transformers import (
 import eval as evaluate
 import train
 from machinery import load, tiny
-from machinery.rollout import Rollout, encode_prompt, no_dropout, pad, sample, shared_vocabulary
+from machinery.rollout import (
+    Rollout,
+    encode_prompt,
+    no_dropout,
+    pad,
+    sample,
+    shared_vocabulary,
+    take,
+)
 from machinery.run import read_jsonl
 from reward_grad import RewardModel
 
@@ -119,12 +128,18 @@ def hand_made(responses: list[str], messages=PROMPTS[0]) -> Rollout:
 
 def rows_of(rollout: Rollout, i: int) -> Rollout:
     """Response i alone, in the smallest tensors that hold it."""
-    t, p = rollout.response_mask[i].sum(), rollout.prompt_mask[i].sum()
-    return Rollout(
-        [rollout.messages[i]], rollout.prompt_ids[i : i + 1, -p:], rollout.prompt_mask[i : i + 1, -p:],
-        rollout.response_ids[i : i + 1, :t], rollout.response_mask[i : i + 1, :t], rollout.free_mask[i : i + 1, :t],
-        rollout.stopped[i : i + 1], 1,
-    )  # fmt: skip
+    t = rollout.response_mask[i].sum()
+    p = rollout.prompt_mask[i].sum()
+    one = take(rollout, slice(i, i + 1))
+    return replace(
+        one,
+        prompt_ids=one.prompt_ids[:, -p:],
+        prompt_mask=one.prompt_mask[:, -p:],
+        response_ids=one.response_ids[:, :t],
+        response_mask=one.response_mask[:, :t],
+        free_mask=one.free_mask[:, :t],
+        group_size=1,
+    )
 
 
 def random_case(seed: int, rows=6, tokens=40):

@@ -212,7 +212,7 @@ def heatmap(args: argparse.Namespace, flags: list[str]) -> None:
     """Sampled responses, tokens shaded by weight: orange where reinforced, blue where suppressed.
 
     A page with several rollouts and each token's numbers; or, where --out ends in .png, a picture
-    of one good and one bad answer, GRPO's even shade above the method's weights.
+    of the good and the bad answer of one, GRPO's even shade above the method's weights.
     """
     refuse_unknown(flags)
     config, _ = load_run(args.run)
@@ -227,7 +227,10 @@ def heatmap(args: argparse.Namespace, flags: list[str]) -> None:
     glue = " " if config.preset in tiny.WORLDS else ""
     out = args.out or str(Path(args.run) / "heatmap.html")
     if out.endswith(".png"):
-        draw_picture(out, rows, config, glue)
+        drawn = [row for row in rows if row["step"] == args.step]
+        if not drawn:
+            raise ValueError(f"--step {args.step}: {path} holds no such rollout.")
+        draw_picture(out, drawn, config, glue)
     else:
         write_page(out, rows, config, glue, args.rollouts)
 
@@ -290,35 +293,35 @@ def shade(weight: float, row: dict, band: float) -> float:
 
 
 def draw_picture(out: str, rows: list[dict], config: Config, glue: str) -> None:
-    """PNG: the last rollout's best and worst answer, each under GRPO's and the method's weights."""
-    last = [row for row in rows if row["step"] == rows[-1]["step"]]
-    best = max(last, key=lambda row: row["advantage"])
-    worst = min(last, key=lambda row: row["advantage"])
-    lines = []  # (text, colour, strength of each token) or a heading
-    for kind, row in (("good", best), ("bad", worst)):
-        even = [1.0] * len(row["tokens"])
+    """PNG: a rollout's best and worst answer, under GRPO's and under the method's weights."""
+    group = sorted(rows, key=lambda row: row["advantage"])
+    lines = []  # a heading, or (column, text, colour) of each token
+    for kind, row in (("good", group[-1]), ("bad", group[0])):
         fate = "reinforced" if row["advantage"] > 0 else "suppressed"
-        lines.append(
-            f'A {kind} answer to "{row["prompt"][-1]["content"]}": '
-            f"reward {row['reward']:.1f}, A = {row['advantage']:+.2f}, so {fate}"
-        )
-        for name, weights in (("GRPO", even), (config.credit.upper(), row["token_weight"])):
-            lines += token_lines(name, row, weights, config.band, glue)
+        question = row["prompt"][-1]["content"]
+        facts = f"reward {row['reward']:.1f}, A = {row['advantage']:+.2f}, so it is {fate}"
+        lines.append(f'A {kind} answer to "{question}": {facts}')
+        even = [1.0] * len(row["tokens"])
+        lines += token_lines("GRPO", row, even, config.band, glue)
+        lines += token_lines(config.credit.upper(), row, row["token_weight"], config.band, glue)
     plt = import_pyplot()
-    height = 0.32 * len(lines) + 0.2
-    fig = plt.figure(figsize=(11, height))
+    width = 11
+    spacing = 0.32  # inches from line to line
+    height = spacing * len(lines) + 0.2
+    character = 0.602 * FONT_SIZE / 72  # inches, of the monospace font
+    fig = plt.figure(figsize=(width, height))
     for number, line in enumerate(lines):
-        y = 1 - (number + 0.6) * 0.32 / height
+        y = 1 - (number + 0.6) * spacing / height
         if isinstance(line, str):
             fig.text(0.015, y, line, fontsize=11, weight="bold", va="center")
             continue
-        for x, text, colour in line:
+        for column, text, colour in line:
             box = {"boxstyle": "square,pad=0.18", "facecolor": colour, "edgecolor": "none"}
             fig.text(
-                0.015 + x * 0.0088,
+                0.015 + column * character / width,
                 y,
                 text,
-                fontsize=10.5,
+                fontsize=FONT_SIZE,
                 family="monospace",
                 va="center",
                 bbox=box if colour else None,
@@ -326,8 +329,11 @@ def draw_picture(out: str, rows: list[dict], config: Config, glue: str) -> None:
     save_figure(fig, out)
 
 
+FONT_SIZE = 10.5
+
+
 def token_lines(
-    name: str, row: dict, weights: list[float], band: float, glue: str, width: int = 108
+    name: str, row: dict, weights: list[float], band: float, glue: str, width: int = 118
 ) -> list[list[tuple[int, str, object]]]:
     """A response wrapped into lines of (column, text, shade), after the method's name."""
     colour = np.array(ORANGE if row["advantage"] > 0 else BLUE) / 255
@@ -340,7 +346,7 @@ def token_lines(
             column = 8
         strength = shade(weight, row, band)
         lines[-1].append((column, text, tuple(1 - strength * (1 - colour))))
-        column += len(text) + len(glue)
+        column += len(text) + 1 + bool(glue)
     return lines
 
 
@@ -514,6 +520,7 @@ def look_at_a_run(command: Callable) -> None:
     add = command(heatmap)
     add("run", help="run folder")
     add("--rollouts", type=int, default=8, help="rollouts on the page, spread over the run")
+    add("--step", type=int, default=0, help="the rollout in the picture, counted from 0")
     add("--out", help="HTML or PNG file; default: heatmap.html in the run folder")
     add = command(answers)
     add("model", help="run folder, model directory or hub id")

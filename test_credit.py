@@ -145,9 +145,16 @@ def test_allocate_refuses_what_would_break_it_silently():
 
 def run_method(name, work, advantages, response, free, band=4.0, seed=0):
     inputs = CreditInputs(
-        response_ids=torch.zeros_like(response, dtype=torch.long), response_mask=response, free_mask=free,
-        advantages=advantages, rewards=advantages, band=band, step=0, generator=torch.Generator().manual_seed(seed), work=work,
-    )  # fmt: skip
+        response_ids=torch.zeros_like(response, dtype=torch.long),
+        response_mask=response,
+        free_mask=free,
+        advantages=advantages,
+        rewards=advantages,
+        band=band,
+        step=0,
+        generator=torch.Generator().manual_seed(seed),
+        work=work,
+    )
     return get_credit_method(name)(inputs)
 
 
@@ -163,12 +170,22 @@ def test_shuffle_does_not_depend_on_the_micro_batch():
     work, advantages, response, free = case = random_case(11)
     whole = run_method("shuffle", *case).weights
     generator = torch.Generator().manual_seed(0)
-    inputs = [
-        CreditInputs(response[i : i + 2].long(), response[i : i + 2], free[i : i + 2], advantages[i : i + 2],
-                     advantages[i : i + 2], 4.0, 0, generator, work=work[i : i + 2])
-        for i in range(0, 6, 2)
-    ]  # fmt: skip
-    assert torch.equal(whole, torch.cat([get_credit_method("shuffle")(x).weights for x in inputs]))
+    parts = []
+    for i in range(0, 6, 2):
+        two = slice(i, i + 2)
+        inputs = CreditInputs(
+            response_ids=response[two].long(),
+            response_mask=response[two],
+            free_mask=free[two],
+            advantages=advantages[two],
+            rewards=advantages[two],
+            band=4.0,
+            step=0,
+            generator=generator,
+            work=work[two],
+        )
+        parts.append(get_credit_method("shuffle")(inputs).weights)
+    assert torch.equal(whole, torch.cat(parts))
 
 
 def test_inverted_is_datc_of_the_negated_work():
@@ -242,10 +259,16 @@ def run_with(name, advantages, response, free=None, **evidence):
     b = len(advantages)
     rewards = evidence.pop("rewards", torch.linspace(-2, 1, b))
     inputs = CreditInputs(
-        response_ids=torch.zeros_like(response, dtype=torch.long), response_mask=response,
-        free_mask=response if free is None else free, advantages=advantages, rewards=rewards, band=4.0, step=0,
-        generator=torch.Generator().manual_seed(0), **evidence,
-    )  # fmt: skip
+        response_ids=torch.zeros_like(response, dtype=torch.long),
+        response_mask=response,
+        free_mask=response if free is None else free,
+        advantages=advantages,
+        rewards=rewards,
+        band=4.0,
+        step=0,
+        generator=torch.Generator().manual_seed(0),
+        **evidence,
+    )
     return get_credit_method(name)(inputs)
 
 
@@ -518,12 +541,15 @@ def test_streamed_work_never_holds_the_vocabulary_for_all_positions(monkeypatch)
     hidden, head, ids, grad, embedding = random_position(n=64, v=400, d=2, h=2)
     with LargestTensor() as seen:
         datc.work(hidden, head, ids, grad, embedding, chunk=8)
-    assert seen.numel <= 64 * 16 < 64 * 400, "no more than the logits of a strip"
+    assert seen.numel <= 64 * 25 < 64 * 400, "no more than one number per position and strip"
 
 
 @pytest.fixture(scope="module")
 def relaxed():
-    """A float64 LayerNorm pair, a rollout, and R̃(ℓ): the reward around the hard sample as the logits move away from ℓ⁰."""
+    """A float64 LayerNorm pair, a rollout, and R̃(ℓ).
+
+    R̃ is the reward around the hard sample as the logits move away from ℓ⁰.
+    """
     policy, model = make_policy("gpt2").double(), make_reward_model("gpt2", double=True)
     rollout = make_rollout(policy, temperature=0.8)
     with torch.no_grad():

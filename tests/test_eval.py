@@ -149,7 +149,7 @@ def test_eval_gain_fidelity_and_cost_print_their_tables(pair, tmp_path, capsys):
 
 
 def test_a_linear_reward_models_first_order_work_is_perfectly_faithful(pair, capsys, monkeypatch):
-    """The yardstick measures what it says: where the reward IS linear in the embeddings, d and exact d rank alike."""
+    """Where the reward IS linear in the embeddings, d and the exact d rank alike."""
 
     def linear(backbone, head, embeds, mask, places):
         taste = torch.linspace(-1, 1, embeds.shape[-1])

@@ -92,7 +92,7 @@ def test_the_path_gradient_at_one_is_the_gradient_at_the_sample():
 
 
 def test_the_path_gradient_is_complete():
-    """Along the whole path, <f, e - ē> adds up to the reward that the path gains: (8), 64 midpoints."""
+    """Along the whole path <f, e - ē> adds up to the reward that it gains: (8), 64 midpoints."""
     policy, model = make_policy("gpt2").double(), make_reward_model("gpt2", double=True)
     rollout = make_rollout(policy)
     expected = expected_of(policy, model, rollout)

@@ -25,7 +25,7 @@ from reward_grad import RewardModel
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_training_log_probs_are_those_the_sampler_drew_from(kind):
-    """With generation defaults that would bend the distribution, padding rows, a temperature and padded prompts."""
+    """In spite of hostile generation defaults, padding rows, a temperature and padded prompts."""
     policy = make_policy(kind)
     hostile = {
         "top_k": 3,
@@ -114,20 +114,20 @@ CHATML = (
 
 QWEN3 = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"
-    "{% if loop.last and m.role == 'assistant' %}<think>\n\n</think>\n\n{{ m.content.split('</think>')[-1].lstrip('\n') }}"
+    "{% if loop.last and m.role == 'assistant' %}<think>\n\n</think>\n\n"
+    "{{ m.content.split('</think>')[-1].lstrip('\n') }}"
     "{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n"
-    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+    "{% if enable_thinking is defined and not enable_thinking %}"
+    "<think>\n\n</think>\n\n{% endif %}{% endif %}"
 )
-
-
 LLAMA3 = (
-    "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nCutting Knowledge Date: December 2023\n\n<|eot_id|>"
-    "{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n{{ m.content | trim }}<|eot_id|>{% endfor %}"
+    "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\n"
+    "Cutting Knowledge Date: December 2023\n\n<|eot_id|>"
+    "{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n"
+    "{{ m.content | trim }}<|eot_id|>{% endfor %}"
     "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
 )
-
-
 SPECIAL = [
     "<|endoftext|>",
     "<|im_start|>",

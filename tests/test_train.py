@@ -1,7 +1,9 @@
 """The loop: credit and updates, checkpoints and resuming, what is refused at the start."""
 
+import importlib
 import json
 import os
+import re
 import signal
 from dataclasses import fields, replace
 from pathlib import Path
@@ -46,6 +48,17 @@ def test_every_flag_has_a_sentence_and_every_metric_and_method_is_in_the_readme(
     names |= {name for name in credit.CREDIT if "for_tests" not in name}
     missing = sorted(name for name in names if f"`{name}`" not in text)
     assert not missing, f"README.md does not explain {missing}"
+
+
+def test_every_function_and_test_that_the_readme_names_is_there():
+    text = Path("README.md").read_text()
+    tests = "".join(p.read_text() for p in [Path("test_credit.py"), *Path("tests").glob("*.py")])
+    for name in re.findall(r"`(test_\w+)`", text):
+        assert f"def {name}(" in tests, name
+    for module, function in re.findall(r"`(datc|grpo|credit|reward_grad)\.(\w+)`", text):
+        assert hasattr(importlib.import_module(module), function), function
+    for method in re.findall(r"`RewardModel\.(\w+)`", text):
+        assert hasattr(RewardModel, method), method
 
 
 def test_the_same_seed_gives_the_same_run_and_another_seed_another(pair, tmp_path):
@@ -259,13 +272,13 @@ def make_policy_logits(pair, ids):
 def test_a_supervised_start_learns_the_answers_and_is_what_the_kl_refers_to(pair, tmp_path, rank):
     rows = [
         {"prompt": "describe the cat", "chosen": [{"role": "assistant", "content": "it was red"}]}
-    ] * 240
+    ] * 400
     (tmp_path / "p.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     extra = (
         "--prompts",
         tmp_path / "p.jsonl",
         "--sft_examples",
-        240,
+        400,
         "--sft_learning_rate",
         1e-2,
         "--lora_rank",
