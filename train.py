@@ -13,14 +13,12 @@ from machinery.config import Config, check_config, parse, show_help
 if __name__ == "__main__":
     show_help(__doc__)  # before the imports below, which take seconds
 
-import json
 import time
 from collections import defaultdict
 from dataclasses import replace
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from credit import FROM_THE_GRADIENT, CreditInputs, Source, get_credit_method
@@ -33,7 +31,7 @@ from grpo import (
     response_mean,
     token_logprobs,
 )
-from machinery.load import prepare, self_check, settle
+from machinery.load import prepare, settle
 from machinery.rollout import (
     Messages,
     Rollout,
@@ -45,17 +43,8 @@ from machinery.rollout import (
     step_seed,
     to_padded,
 )
-from machinery.run import (
-    Gold,
-    Run,
-    banner,
-    new_folder,
-    plain_errors,
-    refuse_taken,
-    report,
-    write_whole,
-)
-from machinery.sft import sft
+from machinery.run import Gold, banner, new_folder, plain_errors, refuse_taken, report
+from machinery.start import start
 from reward_grad import RewardModel
 
 
@@ -68,17 +57,12 @@ def train(
     gold: Gold | None = None,
     examples: list[tuple[Messages, str]] | None = None,
 ) -> list[dict[str, float]]:
-    """GRPO with token credit. B = prompts × G responses of up to T tokens make one rollout.
+    """GRPO with token credit, on rollouts of B = prompts × G responses of up to T tokens.
 
-    Args:
-        policy: trained in place; its parameters with requires_grad are what is learned.
-        gold: the true reward of each response, where it is known; only logged.
-        examples: (conversation, answer) pairs to fine-tune on before RL starts.
-    Returns:
-        the metrics of each rollout; the rest is in the run folder.
-    Raises:
-        ValueError: a configuration that cannot work.
-        FloatingPointError: a reward or a gradient that is not finite.
+    The policy is trained in place; `gold` (the true reward, only logged) and `examples` (answers
+    to fine-tune on first) may be missing. Returns the metrics of each rollout, and writes the run
+    folder. Raises ValueError for a configuration that cannot work, FloatingPointError for a reward
+    or a gradient that is not finite.
     """
     learner = Learner(policy, reward_model, tokenizer, config)
     run = start(learner, prompts, gold, examples)
@@ -343,66 +327,6 @@ class Laps:
         now = time.perf_counter()
         self.seconds[phase] += now - self.last
         self.last = now
-
-
-# ----------------------------------------------------------------------------------------------
-# Before the first rollout.
-
-
-def start(
-    learner: Learner,
-    prompts: list[Messages],
-    gold: Gold | None,
-    examples: list[tuple[Messages, str]] | None,
-) -> Run:
-    """Open the run folder, and bring the policy to where RL starts, or a resumed run goes on."""
-    config = learner.config
-    folder = config.resume or config.output_dir or new_folder(config)
-    run = Run(replace(config, output_dir=folder), learner, gold)
-    if (run.folder / "start").exists():
-        run.load("start")
-    elif examples:
-        sft(
-            learner.policy,
-            learner.tokenizer,
-            examples,
-            learner.vocabulary,
-            micro_batch=config.micro_batch,
-            max_tokens=config.max_prompt_tokens + config.max_response_tokens,
-            learning_rate=config.sft_learning_rate,
-            seed=config.seed,
-            **config.template,
-        )
-        run.save("start", optimizer=False)
-    learner.mark_start()
-    torch.manual_seed(config.seed)
-    run.checks = self_check(learner.policy, learner.tokenizer, learner.vocabulary, prompts, config)
-    if config.length_penalty or config.advantage_std_floor:
-        saved = run.folder / "sigma0.json"  # a resumed run must not measure another
-        if not saved.exists():
-            write_whole(saved, json.dumps(starting_std(learner, prompts)))
-        learner.sigma = json.loads(saved.read_text())
-    if config.resume:
-        run.resume()
-    learner.policy.train()
-    return run
-
-
-def starting_std(learner: Learner, prompts: list[Messages], count: int = 128) -> float:
-    """σ0: the median over `count` prompts of the raw reward's standard deviation in a group. [dev]
-
-    Under the policy that RL starts from, on other prompts than the first rollouts'.
-    """
-    config = learner.config
-    seed = config.seed + 1_000
-    size = config.prompts_per_rollout
-    spreads = []
-    for step in tqdm(range(-(-count // size)), desc="σ0", dynamic_ncols=True):
-        torch.manual_seed(step_seed(seed, step))
-        rollout = learner.sample(choose_prompts(prompts, step, seed, size))
-        rewards, _ = learner.reward_model.score(rollout)
-        spreads.append(rewards.view(-1, config.group_size).std(-1, correction=0))
-    return torch.cat(spreads).median().item()
 
 
 def main(argv: list[str] | None = None) -> None:

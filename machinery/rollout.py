@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import (
     GenerationConfig,
+    LogitsProcessor,
     LogitsProcessorList,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -271,6 +272,18 @@ def sample(
         model.generation_config = inherited
         policy.train(training)
 
+    return _as_rollout(messages, prompt_ids, prompt_mask, slices, vocabulary, group_size)
+
+
+def _as_rollout(
+    messages: list[Messages],
+    prompt_ids: Tensor,
+    prompt_mask: Tensor,
+    slices: list[tuple[Tensor, Tensor | None]],
+    vocabulary: Vocabulary,
+    group_size: int,
+) -> Rollout:
+    """Put slices of generated ids together, and mask each response through its first stop token."""
     # A narrower slice has stopped everywhere, so what is added to its right is masked below.
     width = max(ids.shape[1] for ids, _ in slices)
     response_ids = torch.cat([_widen(ids, width, vocabulary.pad_id) for ids, _ in slices])  # (B, T)
@@ -279,6 +292,9 @@ def sample(
     stops_before = is_stop.cumsum(-1) - is_stop.long()  # (B, T)
     response_mask = stops_before == 0  # (B, T) through the first stop token, inclusive
     frozen = vocabulary.frozen.to(response_ids.device)[response_ids]  # (B, T)
+    sampler_logp = None
+    if slices[0][1] is not None:
+        sampler_logp = torch.cat([_widen(logp, width, 0.0) for _, logp in slices])  # (B, T)
     return Rollout(
         messages=messages,
         prompt_ids=prompt_ids,
@@ -288,8 +304,20 @@ def sample(
         free_mask=response_mask & ~frozen,
         stopped=(is_stop & response_mask).any(-1),
         group_size=group_size,
-        sampler_logp=torch.cat([_widen(p, width, 0.0) for _, p in slices]) if keep_logp else None,
+        sampler_logp=sampler_logp,
     )
+
+
+class HideRowsBehind(LogitsProcessor):
+    """No probability for the rows at and above `size`: (b, rows) -> (b, rows)."""
+
+    def __init__(self, size: int):
+        self.size = size
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        scores = scores.clone()
+        scores[:, self.size :] = -torch.inf
+        return scores
 
 
 def _widen(values: Tensor, width: int, fill: float) -> Tensor:  # (b, t) -> (b, width)
@@ -306,15 +334,14 @@ def _generate(
     keep_logp: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """One slice of `sample`: response ids (b, t), and their log-probs in float32 or None."""
-
-    def hide_padding_rows(_: Tensor, scores: Tensor) -> Tensor:  # (b, rows) -> (b, rows)
-        behind = torch.arange(vocabulary.size, scores.shape[1], device=scores.device)
-        return scores.index_fill(1, behind, -torch.inf)
-
+    processors = LogitsProcessorList()
+    rows = policy.get_output_embeddings().weight.shape[0]
+    if rows > vocabulary.size:
+        processors.append(HideRowsBehind(vocabulary.size))
     out = policy.generate(
         input_ids=ids,
         attention_mask=mask.long(),
-        logits_processor=LogitsProcessorList([hide_padding_rows]),
+        logits_processor=processors,
         generation_config=GenerationConfig(
             do_sample=True,
             temperature=temperature,
