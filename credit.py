@@ -44,7 +44,7 @@ def allocate(
 
     Args:
         work: (B, T) predicted gain d_t of pushing up the sampled token; any unit.
-        advantages: (B,) A, standardised within its group. |A| is sharpness: A = 0 gives ones.
+        advantages: (B,) A without a unit. The larger |A|, the sharper; A = 0 gives ones.
         response_mask: (B, T) bool, the response's tokens, stop token included.
         free_mask: (B, T) bool, those that compete for credit; the others keep weight one.
         band: λ >= 1, the largest weight, and one over the smallest. 1 gives GRPO.
@@ -169,9 +169,9 @@ class CreditInputs:
         band: float,  # λ of (6)
         step: int,  # rollout number, from 0
         generator: torch.Generator,  # on the CPU: the only randomness a method may use
-        sharpness: Tensor | None = None,  # (B,) what (6) reads in place of A where A has a unit
+        sharpness: Tensor | None = None,  # (B,) A without a unit, for (6); by default A itself
         source: Source | None = None,
-        **known: Tensor,  # evidence that is at hand already, by name
+        **known: Tensor,  # evidence given instead of computed, by name: for tests
     ):
         self.response_ids = response_ids
         self.response_mask = response_mask
@@ -223,7 +223,7 @@ class CreditInputs:
         found = []
         hidden = to_padded(s.hidden, self.response_mask)  # (B, T, H)
         for one, states in zip(s.rollout.split(1), hidden, strict=True):
-            found.append(exact_work(one, states, s.lm_head, s.reward_model, s.temperature))
+            found.append(substituted_work(one, states, s.lm_head, s.reward_model, s.temperature))
         return torch.cat(found)
 
     @cached_property
@@ -281,7 +281,7 @@ def evidence_names() -> list[str]:
     return [name for name, p in vars(CreditInputs).items() if isinstance(p, cached_property)]
 
 
-def exact_work(
+def substituted_work(
     one: Rollout,
     hidden: Tensor,
     lm_head: Tensor,

@@ -131,11 +131,11 @@ def work(
     found = []
     for lp, strips in chunks:
         mean = collision = weighted = 0.0
-        for p, v in strips:  # (n, S) each
+        for p, v in strips:  # (n, S) each, v counted from the sampled token's: v_a = 0
             mean = mean + (p * v).sum(-1)  # (n,)  μ = Σ p v
             weighted = weighted + (p * p * v).sum(-1)  # (n,)  Σ p² v
             collision = collision + (p * p).sum(-1)  # (n,)  Σ p²
-        found.append(lp.exp() * (0 - mean) - weighted + mean * collision)  # (n,)
+        found.append(lp.exp() * (0 - mean) - weighted + mean * collision)  # (n,)  (5), v_a = 0
     return torch.cat(found)
 
 

@@ -24,16 +24,22 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import study
 from machinery import tiny
-from machinery.config import Config, parse
+from machinery.config import (
+    Config,
+    is_run_folder,
+    parse,
+    positive,
+    refuse_unknown,
+    seed_number,
+)
 from machinery.load import (
     in_world,
     load_policy,
-    load_prompts,
+    load_policy_tokenizer,
     load_reward_model,
-    load_rows,
-    load_tokenizer,
     settle,
 )
+from machinery.prompts import load_prompts, load_rows
 from machinery.rollout import Messages, Vocabulary, sample, shared_vocabulary
 from machinery.run import (
     BLUE,
@@ -54,16 +60,12 @@ from machinery.show import (
 )
 
 
-def is_run(path: str) -> bool:
-    return (Path(path) / "metrics.jsonl").exists()
-
-
 def trained_policy(path: str, like: Config) -> tuple[Config, PreTrainedModel]:
     """The policy of a run folder (its end, or its last checkpoint), ready to sample.
 
     Or that of a model directory or hub id, which is sampled as `like` says.
     """
-    if not is_run(path):
+    if not is_run_folder(Path(path)):
         config = replace(like, policy=path)
         return config, load_policy(config, trainable=False)
     config, _ = load_run(path)
@@ -86,9 +88,12 @@ def trained_policy(path: str, like: Config) -> tuple[Config, PreTrainedModel]:
 
 
 def reward(args: argparse.Namespace, flags: list[str]) -> None:
-    """RM reward (and gold, in the tiny world) on held-out prompts, models side by side."""
+    """RM reward (and gold, in the tiny world) on held-out prompts, models side by side.
+
+    Each run answers with its own template and settings.
+    """
     config = evaluation_config(args, flags)
-    tokenizer = load_tokenizer(config.policy, config.chat_template)
+    tokenizer = load_policy_tokenizer(config)
     prompts = load_prompts(config, tokenizer)
     prompts = random.Random(0).sample(prompts, min(args.num_prompts, len(prompts)))
     reward_model = load_reward_model(config, tokenizer)
@@ -97,26 +102,27 @@ def reward(args: argparse.Namespace, flags: list[str]) -> None:
     policy = None
     for name in args.models:
         del policy  # before the next one takes its place in memory
-        _, policy = trained_policy(name, config)
-        vocabulary = shared_vocabulary(policy, tokenizer, reward_model.size)
+        own, policy = trained_policy(name, config)
+        own_tokenizer = load_policy_tokenizer(own)
+        vocabulary = shared_vocabulary(policy, own_tokenizer, reward_model.size)
         torch.manual_seed(args.seed)
         rollout = sample(
             policy,
-            tokenizer,
+            own_tokenizer,
             prompts,
             vocabulary,
             args.samples,
-            config.max_response_tokens,
-            config.temperature,
-            config.sample_batch,
-            **config.template,
+            own.max_response_tokens,
+            own.temperature,
+            own.sample_batch,
+            **own.template,
         )
         rewards = reward_model.score(rollout)[0].double().cpu().numpy()
         length = rollout.response_mask.sum(-1).double().mean().item()
         stopped = rollout.stopped.double().mean().item()
         row = [name, float(rewards.mean()), interval(rewards), length, stopped]
         if in_world(config):
-            row.append(float(np.mean(tiny.gold_rewards(tokenizer, rollout))))
+            row.append(float(np.mean(tiny.gold_rewards(own_tokenizer, rollout))))
         scores.append(rewards)
         rows.append(row)
     print(f"{len(prompts)} prompts × {args.samples} responses\n")
@@ -132,9 +138,9 @@ def evaluation_config(args: argparse.Namespace, flags: list[str]) -> Config:
 
     With held-out prompts where some are known. Raises ValueError for runs of several reward models.
     """
-    runs = [model for model in args.models if is_run(model)]
+    runs = [model for model in args.models if is_run_folder(Path(model))]
     if runs:
-        refuse_unknown(flags)
+        refuse_unknown(flags, args.known)
         config, _ = load_run(runs[0])
     else:
         config = settle(parse(flags))
@@ -171,7 +177,7 @@ def plot(args: argparse.Namespace, flags: list[str]) -> None:
 
     Lines are trailing means over 25 rollouts, light points the rollouts themselves.
     """
-    refuse_unknown(flags)
+    refuse_unknown(flags, args.known)
     loaded = {Path(run).name: load_run(run)[1] for run in args.runs}
     if len(loaded) < len(args.runs):
         loaded = {run: load_run(run)[1] for run in args.runs}
@@ -214,7 +220,7 @@ def heatmap(args: argparse.Namespace, flags: list[str]) -> None:
     A page with several rollouts and each token's numbers; or, where --out ends in .png, a picture
     of the good and the bad answer of one, GRPO's even shade above the method's weights.
     """
-    refuse_unknown(flags)
+    refuse_unknown(flags, args.known)
     config, _ = load_run(args.run)
     path = Path(args.run) / "samples.jsonl"
     rows = [row for row in read_jsonl(path) if "token_weight" in row]
@@ -389,15 +395,19 @@ class Benchmark:
     """The shape of a benchmark's questions and answer file."""
 
     key: str  # names a question, in the question and in the record
-    turns: str  # the column of a question that holds what is asked: a text, or a list of turns
+    turns: str  # the column of a question that holds what is asked
+    author: str  # the column of a record that names who answered
     record: Callable[[str, dict, list[str]], dict]
     as_list: bool = False  # one JSON list, in place of lines
+    several: bool = False  # `turns` is a list of questions, each asked after the one before
 
 
 BENCHMARKS = {
-    "alpaca_eval": Benchmark("instruction", "instruction", alpaca_record, as_list=True),
-    "arena_hard": Benchmark("uid", "prompt", arena_record),
-    "mt_bench": Benchmark("question_id", "turns", bench_record),
+    "alpaca_eval": Benchmark(
+        "instruction", "instruction", "generator", alpaca_record, as_list=True
+    ),
+    "arena_hard": Benchmark("uid", "prompt", "model", arena_record),
+    "mt_bench": Benchmark("question_id", "turns", "model_id", bench_record, several=True),
 }
 
 
@@ -407,32 +417,61 @@ def answers(args: argparse.Namespace, flags: list[str]) -> None:
     A second call goes on where the first stopped.
     """
     bench = BENCHMARKS[args.format]
-    questions = load_rows(args.questions)
+    questions = load_rows(args.questions, "--questions")
     for number, question in enumerate(questions, start=1):
-        if bench.key not in question:
-            raise ValueError(
-                f"--questions {args.questions}: row {number} has no {bench.key!r}, "
-                f"which {args.format} needs."
-            )
+        check_question(question, bench, f"--questions {args.questions}, row {number}")
+    name = args.name or short_name(args.model)
     out = Path(args.out)
     done = read_answers(out, bench)
+    for record in done:
+        if record[bench.author] != name:
+            raise ValueError(
+                f"--out {out} holds answers of {record[bench.author]!r}, and these would be "
+                f"{name!r}'s: give another file, or --name."
+            )
     seen = {record[bench.key] for record in done}
-    like = load_run(args.model)[0] if is_run(args.model) else settle(parse(flags))
+    if is_run_folder(Path(args.model)):
+        refuse_unknown(flags, args.known)
+        like = load_run(args.model)[0]
+    else:
+        like = settle(parse(flags))
     config, policy = trained_policy(args.model, like)
-    tokenizer = load_tokenizer(config.policy, config.chat_template)
+    tokenizer = load_policy_tokenizer(config)
     config = replace(config, max_response_tokens=args.max_tokens)
     vocabulary = shared_vocabulary(policy, tokenizer)
     out.parent.mkdir(parents=True, exist_ok=True)
     for question in tqdm(questions, desc=args.format, dynamic_ncols=True):
         if question[bench.key] in seen:
             continue  # answered before, or twice in the file
-        turns = question[bench.turns]
-        turns = [turns] if isinstance(turns, str) else turns
+        turns = question[bench.turns] if bench.several else [question[bench.turns]]
         replies = converse(policy, tokenizer, vocabulary, turns, config, args.seed)
-        done.append(bench.record(args.name or Path(args.model).name, question, replies))
+        done.append(bench.record(name, question, replies))
         seen.add(question[bench.key])
         write_answers(out, done, bench)
     print(f"{out}: {len(done)} records")
+
+
+def check_question(question: dict, bench: Benchmark, where: str) -> None:
+    """Raise ValueError for a row that is no question of this benchmark."""
+    for column in (bench.key, bench.turns):
+        if question.get(column) is None:
+            raise ValueError(f"{where} has no {column!r} (it has: {', '.join(question)}).")
+    asked = question[bench.turns]
+    turns = asked if bench.several else [asked]
+    if not isinstance(turns, list) or not turns or not all(is_question(t) for t in turns):
+        kind = "a list of texts" if bench.several else "a text"
+        raise ValueError(f"{where}: {bench.turns!r} must be {kind}, not {asked!r:.80}")
+
+
+def is_question(turn: object) -> bool:
+    return isinstance(turn, str) and bool(turn.strip())
+
+
+def short_name(model: str) -> str:
+    """The last part of a path, with the run's name where that part is only "final" or the like."""
+    parts = Path(model).parts
+    unspecific = parts[-1] in ("final", "start", "policy") or parts[-1].startswith("checkpoint-")
+    return "/".join(parts[-2:]) if unspecific else parts[-1]
 
 
 def converse(
@@ -468,7 +507,7 @@ def converse(
 def read_answers(path: Path, bench: Benchmark) -> list[dict]:
     if not path.exists():
         return []
-    return json.loads(path.read_text()) if bench.as_list else read_jsonl(path)
+    return json.loads(path.read_text(encoding="utf-8")) if bench.as_list else read_jsonl(path)
 
 
 def write_answers(path: Path, records: list[dict], bench: Benchmark) -> None:
@@ -480,11 +519,6 @@ def write_answers(path: Path, records: list[dict], bench: Benchmark) -> None:
 
 # ----------------------------------------------------------------------------------------------
 # The command line.
-
-
-def refuse_unknown(flags: list[str]) -> None:
-    if flags:
-        raise ValueError(f"Unknown flags: {' '.join(flags)}")
 
 
 def commands() -> argparse.ArgumentParser:
@@ -499,8 +533,14 @@ def commands() -> argparse.ArgumentParser:
         p = sub.add_parser(
             run.__name__, help=first_line, description=run.__doc__, allow_abbrev=False
         )
-        p.set_defaults(function=run)
-        return p.add_argument
+        known = []
+        p.set_defaults(function=run, known=known)
+
+        def add(*names: str, **options: object) -> None:
+            known.extend(name.lstrip("-") for name in names)
+            p.add_argument(*names, **options)
+
+        return add
 
     look_at_a_run(command)
     study.add_commands(command)
@@ -511,15 +551,15 @@ def look_at_a_run(command: Callable) -> None:
     add = command(reward)
     add("models", nargs="+", help="run folders, model directories or hub ids")
     add("--held_out", help="prompts, as --prompts; default: the tiny world's held-out topics")
-    add("--num_prompts", type=int, default=64, help="at most this many prompts")
-    add("--samples", type=int, default=16, help="responses to each")
-    add("--seed", type=int, default=0, help="of the sampling")
+    add("--num_prompts", type=positive, default=64, help="at most this many prompts")
+    add("--samples", type=positive, default=16, help="responses to each")
+    add("--seed", type=seed_number, default=0, help="of the sampling")
     add = command(plot)
     add("runs", nargs="+", help="run folders")
     add("--out", default="runs/plot.png", help="PNG file")
     add = command(heatmap)
     add("run", help="run folder")
-    add("--rollouts", type=int, default=8, help="rollouts on the page, spread over the run")
+    add("--rollouts", type=positive, default=8, help="rollouts on the page, spread over the run")
     add("--step", type=int, default=0, help="the rollout in the picture, counted from 0")
     add("--out", help="HTML or PNG file; default: heatmap.html in the run folder")
     add = command(answers)
@@ -528,8 +568,8 @@ def look_at_a_run(command: Callable) -> None:
     add("--questions", required=True, help="the benchmark's questions, as --prompts")
     add("--out", required=True, help="answer file")
     add("--name", help="generator name in the records; default: the folder's")
-    add("--max_tokens", type=int, default=2048, help="where an answer is cut")
-    add("--seed", type=int, default=0, help="of the sampling")
+    add("--max_tokens", type=positive, default=2048, help="where an answer is cut")
+    add("--seed", type=seed_number, default=0, help="of the sampling")
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -11,10 +11,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from datc import STRIP, at_least_float32
 from machinery.rollout import Rollout, unwrap
-
-STRIP = 8192  # vocabulary rows that are upcast and multiplied at a time
-
 
 # ----------------------------------------------------------------------------------------------
 # The advantage of a response.
@@ -60,15 +58,13 @@ def response_advantages(
     """A by `--advantage`, and the sharpness that the allocation (6) reads in place of A; both (B,).
 
     grpo: (1), R standardised in its group.
-    rank_normal: Φ⁻¹((rank - ½) / G), ties averaged (TACE, S1): blind to the reward's scale.
+    rank_normal: Φ⁻¹((rank - ½) / G), ties averaged: blind to the reward's scale.
     rloo: R minus the mean of the others.
     dr_grpo: R minus the mean, times T_i / T_max, which turns the per-response token mean of (7)
-    into a sum over one fixed length; `entropy`, which has a length of its own, counts T_i twice.
+    into a sum over one fixed length.
 
-    (6) reads |A| as sharpness. grpo's has a root mean square of 1 in every group, rank_normal's
-    of 0.67, 0.84 and 0.92 at G = 2, 4 and 8: both stand as they are. The other two are in the
-    reward's unit, so the sharpness, and nothing else, is R minus the mean over its root mean
-    square in the batch: how good a response was, not how long.
+    The sharpness is A itself, except for rloo and dr_grpo, whose A has the reward's unit: there it
+    is R minus the group's mean, over its root mean square in the batch.
 
     Args:
         lengths: (B,) tokens of each response; read by dr_grpo.
@@ -153,7 +149,7 @@ def token_logprobs(
     Returns:
         logp (N,) with a graph, entropy (N,) in nats without one.
     """
-    dtype = torch.promote_types(hidden.dtype, torch.float32)
+    dtype = at_least_float32(hidden)
     hidden = hidden.to(dtype)
 
     def strip(hidden: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -201,7 +197,7 @@ def clipped_surrogate(
     epsilon: float,
     num_responses: int,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """-J of (7): the clipped policy-gradient loss with one advantage per token.
+    """-J of (7): the clipped policy-gradient loss with one advantage per token, without the KL.
 
     With one optimizer step per rollout old_logp = logp, so the ratio is exactly 1, nothing clips,
     and the loss is near 0 (GRPO's advantages sum to 0 in a group) while its gradient is not.

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from machinery.rollout import Messages, Rollout, no_dropout, pad
+from datc import at_least_float32
+from machinery.rollout import Messages, Rollout, ids_in_use, no_dropout, pad
 
 # ----------------------------------------------------------------------------------------------
 # f_t = ∂R/∂e_t.
@@ -54,7 +55,7 @@ def read_score(
     out = backbone(inputs_embeds=embeds, attention_mask=mask.long(), use_cache=False)
     index = places[..., None].expand(-1, -1, out.last_hidden_state.shape[-1])  # (b, K, H)
     hidden = out.last_hidden_state.gather(1, index)  # (b, K, H)
-    dtype = torch.promote_types(hidden.dtype, torch.float32)
+    dtype = at_least_float32(hidden)
     return hidden.to(dtype) @ head.to(dtype)
 
 
@@ -62,17 +63,33 @@ def read_score(
 # The template around an answer.
 
 PLACEHOLDER = "DATC-ANSWER"
+CLEAN = "Yes"  # an answer that merges with nothing around it
 
 
 def template_around_answer(
-    tokenizer: PreTrainedTokenizerBase, messages: Messages
+    tokenizer: PreTrainedTokenizerBase, messages: Messages, trimmed: bool = False
 ) -> tuple[list[int], list[int]]:
     """Ids that the chat template puts before and after an assistant's answer.
 
     A placeholder is rendered as the answer and cut out, so whatever the template adds (empty
     thinking, turn end, newline) stays in its place, and whatever it would do to the answer's text
     (trim it, rewrite it) cannot happen to sampled ids.
+
+    Args:
+        trimmed: leave out the white space before the answer; see `must_trim`.
     """
+    before, after = text_around_answer(tokenizer, messages)
+    if trimmed:
+        before = before.rstrip()
+    prefix = tokenizer(before, add_special_tokens=False).input_ids
+    # What follows an answer is tokenized behind one: some tokenizers mark where a text begins.
+    alone = tokenizer(CLEAN, add_special_tokens=False).input_ids
+    answered = tokenizer(CLEAN + after, add_special_tokens=False).input_ids
+    return prefix, answered[len(alone) :]
+
+
+def text_around_answer(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> tuple[str, str]:
+    """What the chat template writes before and after an assistant's answer."""
     if not tokenizer.chat_template:
         raise ValueError(
             "The reward model's tokenizer has no chat template, "
@@ -85,9 +102,50 @@ def template_around_answer(
         raise ValueError(
             "The reward model's chat template does not show the assistant's answer as it is given."
         )
-    prefix = tokenizer(before, add_special_tokens=False).input_ids
-    suffix = tokenizer(after, add_special_tokens=False).input_ids
-    return prefix, suffix
+    return before, after
+
+
+def must_trim(
+    tokenizer: PreTrainedTokenizerBase, policy_tokenizer: PreTrainedTokenizerBase
+) -> bool:
+    """Whether the white space before the answer comes with the sampled ids already.
+
+    A template may write a space (or newline) before an answer that its generation prompt lacks:
+    the policy then samples it, and spliced into the template it would stand there twice. The
+    splice of a clean answer is compared with the ids of the whole text.
+
+    Raises ValueError where they differ with the space and without.
+    """
+    if not (tokenizer.chat_template and policy_tokenizer.chat_template):
+        return False  # refused elsewhere, where a conversation is rendered
+    messages = [{"role": "user", "content": "Hi"}]
+    answer = clean_answer(policy_tokenizer, messages)
+    before, after = text_around_answer(tokenizer, messages)
+    whole = tokenizer(before + CLEAN + after, add_special_tokens=False).input_ids
+    for trimmed in (False, True):
+        prefix, suffix = template_around_answer(tokenizer, messages, trimmed)
+        if prefix + answer + suffix == whole:
+            return trimmed
+    raise ValueError(
+        "The reward model's chat template around the ids of a sampled answer gives other ids "
+        f"than for its text: {tokenizer.convert_ids_to_tokens(prefix + answer + suffix)} and "
+        f"{tokenizer.convert_ids_to_tokens(whole)}. Give the policy a template with the same "
+        "white space before an answer as in its generation prompt: --chat_template FILE."
+    )
+
+
+def clean_answer(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> list[int]:
+    """The ids that a policy would sample for CLEAN after its template's generation prompt."""
+    prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    before, _ = text_around_answer(tokenizer, messages)
+    lead = before.removeprefix(prompt)
+    if lead.strip():  # the template puts more than white space there, which is not sampled
+        prompt = before
+    start = tokenizer(prompt, add_special_tokens=False).input_ids
+    whole = tokenizer(before + CLEAN, add_special_tokens=False).input_ids
+    if whole[: len(start)] == start:
+        return whole[len(start) :]
+    return tokenizer(CLEAN, add_special_tokens=False).input_ids
 
 
 def check_same_tokens(a: PreTrainedTokenizerBase, b: PreTrainedTokenizerBase, size: int) -> None:
@@ -140,10 +198,14 @@ class RewardModel:
         no_dropout(model)
         self.backbone = model.base_model
         self.embedding = model.get_input_embeddings().weight  # (rows, D)  W
-        known = (model.config.pad_token_id, tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
-        self.pad_id = next(i for i in known if i is not None)
-        self.size = min(len(self.embedding), len(tokenizer), len(policy_tokenizer))
+        config = model.config.get_text_config()
+        known = (config.pad_token_id, tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
+        self.pad_id = next(i for i in known if i is not None and i < len(self.embedding))
+        self.positions = getattr(config, "max_position_embeddings", None)
+        in_use = (ids_in_use(tokenizer), ids_in_use(policy_tokenizer))
+        self.size = min(len(self.embedding), *in_use)
         check_same_tokens(policy_tokenizer, tokenizer, self.size)
+        self.trimmed = must_trim(tokenizer, policy_tokenizer)
         head = getattr(model, "score", None)
         if not isinstance(head, torch.nn.Linear) or head.bias is not None or len(head.weight) != 1:
             raise ValueError(
@@ -184,18 +246,17 @@ class RewardModel:
             rollout.messages, rollout.response_ids, content, strict=True
         ):
             if id(messages) not in parts:
-                parts[id(messages)] = template_around_answer(self.tokenizer, messages)
+                parts[id(messages)] = template_around_answer(self.tokenizer, messages, self.trimmed)
             prefix, suffix = parts[id(messages)]
             texts.append(prefix + ids[keep].tolist() + suffix)
             prefixes.append(len(prefix))
         content = content.to(device)
         longest = max(len(text) for text in texts)
-        limit = getattr(self.model.config, "max_position_embeddings", None)
-        if limit and longest > limit:
+        if self.positions and longest > self.positions:
             raise ValueError(
-                f"A conversation of {longest} tokens does not fit the reward model's {limit} "
-                "positions, and cutting it would score another text. Lower --max_prompt_tokens "
-                "or --max_response_tokens."
+                f"A conversation of {longest} tokens does not fit the reward model's "
+                f"{self.positions} positions, and cutting it would score another text. "
+                "Lower --max_prompt_tokens or --max_response_tokens."
             )
         ids, mask = pad(texts, self.pad_id)  # (b, L)
         prefix_length = torch.tensor(prefixes, device=device)  # (b,)
@@ -273,17 +334,17 @@ class RewardModel:
         for part, expected in zip(rollout.split(self.reward_batch), slices, strict=True):
             inputs = self.inputs(part)
             sampled = self.embedding[inputs.ids]  # (b, L, D)
-            expected = self._in_place(inputs, part, expected.to(sampled.dtype), sampled)
+            relaxed = self._in_place(inputs, part, expected.to(sampled.dtype), sampled)
             points = []
             for alpha in grad_at:
-                # expected + alpha * (sampled - expected), exact at both ends.
-                at = torch.lerp(expected, sampled, alpha)  # (b, L, D)
+                # relaxed + alpha * (sampled - relaxed), exact at both ends.
+                at = torch.lerp(relaxed, sampled, alpha)  # (b, L, D)
                 points.append(self._reward_and_grad(inputs, at)[1])
             grads.append(torch.stack(points).mean(0))
         return torch.cat(grads)
 
     def _in_place(self, inputs: Inputs, part: Rollout, expected: Tensor, sampled: Tensor) -> Tensor:
-        """(b, T, D) expected embeddings at the free tokens' places, sampled ones elsewhere."""
+        """Expected embeddings at the free tokens' places, sampled ones elsewhere, (b, L, D)."""
         free = part.free_mask & inputs.content  # (b, T)
         rows, columns = free.nonzero(as_tuple=True)
         moved = sampled.clone()

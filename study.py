@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from datc import candidates, expected_embedding, token_value, work, work_on_support
 from grpo import clipped_surrogate, response_hidden
-from machinery.config import Config, check_config, parse
+from machinery.config import Config, check_config, not_negative, parse, path_points, positive
 from machinery.load import prepare, settle
 from machinery.rollout import Rollout, choose_prompts, join
 from machinery.run import credit_metrics, load_run, read_config
@@ -179,7 +179,7 @@ def advice(means: dict[str, float], points: list[str]) -> str:
 
 
 def gain(args: argparse.Namespace, flags: list[str]) -> None:
-    """X against P over batches from one start, with the linear fit (Figure C3)."""
+    """Predicted gain with independent logits (X) against through shared weights (P), Figure C3."""
     learner, prompts = models_of(["--beta", "0", *flags])
     points = []
     for step in tqdm(range(args.batches), desc="batches", dynamic_ncols=True):
@@ -283,7 +283,7 @@ def time_updates(
     for name in order:
         learner = learners[name]
         learner.begin(step)
-        one_update(learner, learner.compare(learner.score(rollout)))
+        one_update(learner, learner.refer(learner.compare(learner.score(rollout))))
         rows.append({"step": step, "method": name, **learner.lap.seconds, "sample": sampling})
     return rows
 
@@ -299,7 +299,7 @@ def one_update(learner: Learner, rollout: Rollout) -> Rollout:
             micro = learner.credit(micro, hidden, logp, entropy)
         learner.loss(micro, logp, entropy, len(rollout)).backward()
         micros.append(micro)
-    learner.step()
+    learner.update()
     return join(micros)
 
 
@@ -337,23 +337,38 @@ def compare(args: argparse.Namespace, flags: list[str]) -> None:
                 if Path(config.output_dir, "config.json").exists():
                     refuse_other(config)
                 configs[name, rate, seed] = config
-    runs = []
-    for (name, rate, seed), config in configs.items():
-        if not (Path(config.output_dir) / "final").exists():
-            started = (Path(config.output_dir) / "config.json").exists()
-            resume = config.output_dir if started else None
-            train(**prepare(config), config=replace(config, resume=resume))
-        rows = pd.DataFrame(load_run(config.output_dir)[1])
-        runs.append(rows.assign(credit=name, rate=rate, seed=seed))
-    runs = pd.concat(runs)
+    runs = trained_runs(configs)
     table = comparison(runs, args.credit)
     best = table.loc[table.groupby("credit", sort=False)["area"].idxmax()]
-    size = f"{args.seeds} seeds, {base.rollouts} rollouts"
-    print(f"{base.preset}: {size}; each method at its best rate, by area\n")
+    print(f"{base.preset}: {base.rollouts} rollouts; each method at its best rate, by area\n")
     print_comparison(best)
     print("\nAll rates\n")
     print_comparison(table.sort_values("rate", kind="stable"))
     draw_comparison(args.out, runs, best)
+
+
+def trained_runs(configs: dict[tuple[str, float, int], Config]) -> pd.DataFrame:
+    """The metrics of all runs, each trained where it has not been; the finished ones, if stopped.
+
+    Raises ValueError where not one is finished.
+    """
+    finished = []
+    stopped = False
+    for (name, rate, seed), config in configs.items():
+        folder = Path(config.output_dir)
+        if not (folder / "final").exists() and not stopped:
+            started = (folder / "config.json").exists()
+            resume = config.output_dir if started else None
+            train(**prepare(config), config=replace(config, resume=resume))
+            stopped = not (folder / "final").exists()
+        if (folder / "final").exists():
+            rows = pd.DataFrame(load_run(config.output_dir)[1])
+            finished.append(rows.assign(credit=name, rate=rate, seed=seed))
+    if stopped:
+        print(f"Stopped: {len(finished)} of {len(configs)} runs are finished. Call again to go on.")
+    if not finished:
+        raise ValueError("No run is finished yet, so there is nothing to compare.")
+    return pd.concat(finished)
 
 
 def configured(base: Config, name: str, rate: float, seed: int, folder: Path) -> Config:
@@ -398,6 +413,7 @@ def comparison(runs: pd.DataFrame, order: list[str]) -> pd.DataFrame:
         row = {
             "credit": name,
             "rate": rate,
+            "seeds": len(areas),
             "area": areas.mean(),
             "spread": areas.std() if len(areas) > 1 else 0.0,
             "final reward": last["reward"].mean(),
@@ -411,13 +427,14 @@ def comparison(runs: pd.DataFrame, order: list[str]) -> pd.DataFrame:
 
 
 def print_comparison(table: pd.DataFrame) -> None:
-    head = ["credit", "learning rate", "area ± sd over seeds", "final reward"]
+    head = ["credit", "learning rate", "seeds", "area ± sd over seeds", "final reward"]
     gold = bool(table["final gold"].notna().all())
     head += ["final gold"] * gold + ["length", "s/rollout"]
     rows = []
     for row in table.to_dict("records"):
         area = f"{row['area']:.2f} ± {row['spread']:.2f}"
-        cells = [row["credit"], f"{row['rate']:g}", area, f"{row['final reward']:.2f}"]
+        cells = [row["credit"], f"{row['rate']:g}", row["seeds"], area]
+        cells += [f"{row['final reward']:.2f}"]
         cells += [f"{row['final gold']:.2f}"] * gold
         rows.append([*cells, row["length"], row["s/rollout"]])
     print_table(head, rows)
@@ -454,22 +471,23 @@ def draw_comparison(out: str, runs: pd.DataFrame, best: pd.DataFrame) -> None:
 def add_commands(command: Callable) -> None:
     """The command line of this file's functions; `command(function)` gives its add_argument."""
     add = command(fidelity)
-    add("--responses", type=int, default=32, help="responses to measure on")
-    add("--top_k", type=int, default=0, help="alternatives per token, likeliest first; 0 = all")
+    add("--responses", type=positive, default=32, help="responses to measure on")
+    alternatives = "alternatives per token, likeliest first; 0 = the whole vocabulary"
+    add("--top_k", type=not_negative, default=0, help=alternatives)
     points = ["1.0", "0.75", "0.5", "0.25", "0.25,0.75"]
-    add("--points", nargs="+", default=points, help="choices of --grad_at")
+    add("--points", nargs="+", type=path_points, default=points, help="choices of --grad_at")
     add("--credit", nargs="+", default=[], help="credit methods whose Ã to rank as well")
-    add("--batch", type=int, default=64, help="substituted texts per reward-model pass")
+    add("--batch", type=positive, default=64, help="substituted texts per reward-model pass")
     add = command(gain)
-    add("--batches", type=int, default=100, help="rollouts to predict for")
+    add("--batches", type=positive, default=100, help="rollouts to predict for")
     add("--out", default="runs/gain.png", help="PNG file")
     add = command(cost)
-    add("--rollouts", type=int, default=20, help="paired rollouts to time")
+    add("--rollouts", type=positive, default=20, help="paired rollouts to time")
     add("--no_work", action="store_true", help="leave out the streamed work at real sizes")
     add = command(compare)
     methods = "methods; NAME@0.25,0.75 sets --grad_at, NAME+rloo --advantage"
     add("--credit", nargs="+", default=["grpo", "datc"], help=methods)
-    add("--seeds", type=int, default=3, help="seeds 0, 1, ...")
+    add("--seeds", type=positive, default=3, help="seeds 0, 1, ...")
     rates = "every method with every rate"
     add("--learning_rates", "--learning_rate", nargs="+", type=float, default=[6e-4], help=rates)
     add("--folder", default="runs/compare", help="where the runs are kept, and found again")

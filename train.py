@@ -5,7 +5,8 @@
     python train.py --help            every flag
 
 `train` is the algorithm; `Learner` below it holds the models and the passes through them. Equation
-numbers are the README's. What may be skipped at first lies in machinery/.
+numbers are the README's. What may be skipped at first lies in machinery/, but for `Rollout` in
+machinery/rollout.py: what is known of B responses of up to T tokens.
 """
 
 from machinery.config import Config, check_config, parse, show_help
@@ -67,7 +68,7 @@ def train(
     learner = Learner(policy, reward_model, tokenizer, config)
     run = start(learner, prompts, gold, examples)
     for step in run.steps():
-        learner.begin(step)
+        learner.begin(step)  # seeds, empties the metrics, starts the clock
 
         # 1. Sample G responses per prompt. Ids and masks are made here once, never inferred again.
         chosen = choose_prompts(prompts, step, config.seed, config.prompts_per_rollout)
@@ -75,10 +76,11 @@ def train(
 
         # 2. Score them. Where the method reads f_t, the reward's gradient at the sampled tokens,
         #    the same pass gives it.
-        rollout = learner.score(rollout)  # rewards (B,), reward_grad (B, T, D)
+        rollout = learner.score(rollout)  # rewards (B,), reward_grad (B, T, D) or None
 
         # 3. Compare each response with the others to its prompt. (1)
         rollout = learner.compare(rollout)  # advantages (B,)
+        rollout = learner.refer(rollout)  # reference_logp (B, T), for the KL of step 7
 
         # The credit is found once. Later epochs reuse it, and some methods compare all responses.
         if config.epochs > 1 or learner.wants_whole_batch:
@@ -91,14 +93,14 @@ def train(
                 hidden, logp, entropy = learner.forward(micro)  # (N, H), (b, T), (b, T)
 
                 # 5-6. How much reward would each token's own update gain? Spread the advantage
-                #      accordingly. (2)-(6)
+                #      accordingly. (2)-(6) For DATC: datc.work, then credit.allocate.
                 if micro.token_advantages is None:
-                    micro = learner.credit(micro, hidden, logp, entropy)  # Ã (b, T)
+                    micro = learner.credit(micro, hidden, logp, entropy)  # Ã, old_logp
 
                 # 7. The clipped surrogate with one advantage per token, and a KL to the start. (7)
                 learner.loss(micro, logp, entropy, len(rollout)).backward()
                 micros.append(micro)
-            learner.step()
+            learner.update()
         run.log(step, join(micros))
     return run.history
 
@@ -122,8 +124,8 @@ class Learner:
         self.vocabulary = shared_vocabulary(policy, tokenizer, reward_model.size)
         self.method = get_credit_method(config.credit)
         self.wants_whole_batch = "whole_batch" in self.method.needs
-        reads_gradient = bool(self.method.needs & FROM_THE_GRADIENT)
-        self.scores_with_gradient = reads_gradient and set(config.grad_at) == {1.0}
+        self.reads_gradient = bool(self.method.needs & FROM_THE_GRADIENT)
+        self.scores_with_gradient = self.reads_gradient and set(config.grad_at) == {1.0}
         self.parameters = [p for p in policy.parameters() if p.requires_grad]
         # As a group they may be none: eval.py also looks at policies that nobody trains.
         self.optimizer = torch.optim.AdamW(
@@ -131,7 +133,7 @@ class Learner:
             lr=config.learning_rate,
             weight_decay=config.weight_decay,
         )
-        self.sigma = 0.0  # σ0, the spread of rewards at the start, where the shaping needs it
+        self.sigma = 0.0  # σ0, the spread of rewards at the start, which two penalties count in
         self.mark_start()
         self.begin(0)
 
@@ -180,7 +182,7 @@ class Learner:
         return replace(rollout, rewards=rewards, reward_grad=reward_grad)
 
     def compare(self, rollout: Rollout) -> Rollout:
-        """Step 3. Sets advantages and sharpness; and the reference log-probs for step 7.
+        """Step 3. Sets advantages and sharpness.
 
         The penalties on cut, short and long responses change A, never the reward that is logged
         or differentiated.
@@ -198,10 +200,13 @@ class Learner:
             c.max_response_tokens,
             self.sigma * c.advantage_std_floor,
         )
-        reference_logp = self.reference_logp(rollout) if c.beta else None
-        return replace(
-            rollout, advantages=advantages, sharpness=sharpness, reference_logp=reference_logp
-        )
+        return replace(rollout, advantages=advantages, sharpness=sharpness)
+
+    def refer(self, rollout: Rollout) -> Rollout:
+        """Sets the log-probs under the policy that RL started from, where there is a KL to it."""
+        if not self.config.beta:
+            return rollout
+        return replace(rollout, reference_logp=self.reference_logp(rollout))
 
     def forward(self, rollout: Rollout) -> tuple[Tensor, Tensor, Tensor]:
         """Step 4. hidden (N, H) of the N response tokens, logp and entropy (B, T), 0 on padding."""
@@ -213,7 +218,10 @@ class Learner:
 
     @torch.no_grad()
     def credit(self, rollout: Rollout, hidden: Tensor, logp: Tensor, entropy: Tensor) -> Rollout:
-        """Steps 5 and 6, from step 4's forward. Sets old_logp, token_advantages and the log's."""
+        """Steps 5 and 6, from step 4's forward. Sets old_logp, token_advantages and what is logged.
+
+        Needs no graph: the credit is a number beside the loss.
+        """
         self.lap("update")
         inputs = self.evidence(rollout, hidden, logp, entropy)
         credit = self.method(inputs)
@@ -237,7 +245,7 @@ class Learner:
         return self.credit(rollout, hidden, logp, entropy)
 
     def loss(self, micro: Rollout, logp: Tensor, entropy: Tensor, num_responses: int) -> Tensor:
-        """Step 7. -J + β KL of (7) for some of the rollout's `num_responses`; counts the stats."""
+        """Step 7. The loss -J + β KL of (7) of some of `num_responses`; counts its stats."""
         c = self.config
         mask = micro.response_mask
         loss, stats = clipped_surrogate(
@@ -250,7 +258,7 @@ class Learner:
             loss = loss + c.beta * kl
         return loss
 
-    def step(self) -> None:
+    def update(self) -> None:
         """Step 7. Clip the gradient that the micro-batches have added up, and take the step.
 
         Raises FloatingPointError, before anything has changed, for a gradient that is not finite.
@@ -301,7 +309,7 @@ class Learner:
 
     @torch.no_grad()
     def reference_logp(self, rollout: Rollout) -> Tensor:
-        """(B, T) log-probs under the policy RL started from: its parameters stand in for a pass."""
+        """(B, T) log-probs under the policy RL started from, its parameters swapped in for it."""
         trained = [p.data for p in self.parameters]
         for p, reference in zip(self.parameters, self.reference, strict=True):
             p.data = reference

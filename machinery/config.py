@@ -4,6 +4,8 @@ One dataclass, `Config`, holds all flags. It is put together from small dataclas
 because that is how `--help` shows them. Names are TRL's where the meaning is the same.
 """
 
+import argparse
+import difflib
 import json
 import shlex
 import sys
@@ -46,7 +48,7 @@ class Experiment:
 
 
 @dataclass
-class Credit:
+class CreditFlags:
     _argument_group_name = "the credit of a token, (1) to (6)"
 
     credit: str = flag(
@@ -64,11 +66,14 @@ class Credit:
     missing_eos_penalty: float = flag(
         1.0, "subtracted from the reward of a response that was cut; 0 = none"
     )
-    length_penalty: float = flag(0.0, "scale of the soft length window, in σ0; 0 = none, 1 = [dev]")
+    length_penalty: float = flag(
+        0.0, "scale of the soft length window, in σ0; 0 = none, 1 = the paper's presets"
+    )
     advantage_std_floor: float = flag(
         0.0,
-        "smallest group standard deviation to divide by, in σ0; 0 = none, 0.5 = [dev]; σ0 = the "
-        "starting policy's median group standard deviation, measured first where needed",
+        "smallest group standard deviation to divide by, in σ0; 0 = none, 0.5 in the paper's "
+        "presets; σ0 = the starting policy's median group standard deviation, measured first where "
+        "needed",
     )
 
 
@@ -134,11 +139,11 @@ class Folder:
     )
 
 
-GROUPS = (Experiment, Credit, Rollouts, Update, Machine, Folder)
+GROUPS = (Experiment, CreditFlags, Rollouts, Update, Machine, Folder)
 
 
 @dataclass
-class Config(Folder, Machine, Update, Rollouts, Credit, Experiment):
+class Config(Folder, Machine, Update, Rollouts, CreditFlags, Experiment):
     """Every flag. The defaults are the tiny world's."""
 
     @property
@@ -216,6 +221,7 @@ ABOVE_ZERO = (
     "max_prompt_tokens",
     "sft_learning_rate",
 )
+MAX_SEED = 10**9
 CHOICES = {
     "advantage": ("grpo", "dr_grpo", "rloo", "rank_normal"),
     "dtype": ("bfloat16", "float16", "float32", "float64", "auto"),
@@ -237,6 +243,8 @@ def check_config(config: Config) -> None:
         value = getattr(config, name)
         if value not in known:
             raise ValueError(f"--{name} {value!r} is unknown. Known: {', '.join(known)}.")
+    if not 0 <= config.seed <= MAX_SEED:
+        raise ValueError(f"--seed is {config.seed}; it must be from 0 to {MAX_SEED}.")
     if not config.grad_at or not all(0 <= alpha <= 1 for alpha in config.grad_at):
         raise ValueError(
             f"--grad_at is {config.grad_at}; "
@@ -244,14 +252,76 @@ def check_config(config: Config) -> None:
         )
 
 
+# What a resumed run may be given anew; anything else would be another experiment.
+MAY_CHANGE = {
+    *(one.name for one in fields(Machine)),
+    *("rollouts", "learning_rate", "weight_decay", "max_grad_norm"),
+    *("save_every", "report_to", "resume"),
+}
+
+
+def check_resumed(config: Config, saved: dict[str, object]) -> None:
+    """Raise ValueError, by name, for flags given to --resume that make another experiment."""
+    told = []
+    for one in fields(Config):
+        value = getattr(config, one.name)
+        if one.name not in MAY_CHANGE and value != saved.get(one.name, value):
+            told.append(f"--{one.name} {value} (the run has {saved[one.name]})")
+    if told:
+        raise ValueError(
+            f"--resume {config.resume} goes on with that run's flags; this would be another "
+            f"experiment: {', '.join(told)}. Start a new run for it."
+        )
+
+
+# Types of eval.py's flags, so that argparse refuses the rest by the flag's name.
+
+
+def positive(text: str) -> int:
+    """A whole number above 0."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, not {text}")
+    return number
+
+
+def not_negative(text: str) -> int:
+    """A whole number, 0 or more."""
+    number = int(text)
+    if number < 0:
+        raise argparse.ArgumentTypeError(f"must be at least 0, not {text}")
+    return number
+
+
+def seed_number(text: str) -> int:
+    """A whole number from which all seeds of a run can be calculated."""
+    number = int(text)
+    if not 0 <= number <= MAX_SEED:
+        raise argparse.ArgumentTypeError(f"must be from 0 to {MAX_SEED}, not {text}")
+    return number
+
+
+def path_points(text: str) -> str:
+    """Points of a path, as 0.25,0.75: each from 0 (expected embedding) to 1 (the sample)."""
+    for alpha in text.split(","):
+        if not 0 <= float(alpha) <= 1:
+            raise argparse.ArgumentTypeError(f"points lie between 0 and 1, not at {alpha}")
+    return text
+
+
 def show_help(description: str) -> None:
     """Answer --help and leave, where it is asked for."""
     if {"-h", "--help"} & set(sys.argv[1:]):
-        make_parser(description.partition("\n")[0]).parse_args(["--help"])
+        title = description.partition("\n")[0] + " Equation numbers: README.md."
+        parser = make_parser(title)
+        first, _ = parser.parse_known_args([a for a in sys.argv[1:] if a not in ("-h", "--help")])
+        parser.set_defaults(**PRESETS.get(first.preset, {}))
+        parser.parse_args(["--help"])
 
 
 def make_parser(description: str = "") -> HfArgumentParser:
-    return HfArgumentParser(GROUPS, description=description, allow_abbrev=False)
+    usage = "python train.py [--FLAG VALUE ...]"
+    return HfArgumentParser(GROUPS, usage=usage, description=description, allow_abbrev=False)
 
 
 def parse(argv: list[str] | None = None) -> Config:
@@ -262,8 +332,9 @@ def parse(argv: list[str] | None = None) -> Config:
     """
     parser = make_parser()
     first, _ = parser.parse_known_args(argv)
+    saved = read_flags(Path(first.resume)) if first.resume else {}
     if first.resume:
-        parser.set_defaults(**read_flags(Path(first.resume)))
+        parser.set_defaults(**saved)
     elif first.preset in PRESETS:
         parser.set_defaults(**PRESETS[first.preset])
     else:
@@ -272,22 +343,59 @@ def parse(argv: list[str] | None = None) -> Config:
     *groups, unknown = parser.parse_args_into_dataclasses(
         argv, return_remaining_strings=True, look_for_args_file=False
     )
-    if unknown:
-        raise ValueError(f"Unknown flags: {' '.join(unknown)}. See --help.")
+    refuse_unknown(unknown, [one.name for one in fields(Config)])
     values = {}
     for group in groups:
         values |= asdict(group)
     config = Config(**values)
     check_config(config)
+    check_resumed(config, saved)
     return config
 
 
+def refuse_unknown(flags: list[str], known: list[str]) -> None:
+    """Raise ValueError for flags that nobody reads, with the nearest that exists."""
+    if not flags:
+        return
+    name = next((flag for flag in flags if flag.startswith("-")), flags[0])
+    near = difflib.get_close_matches(name.lstrip("-").partition("=")[0], known, 1)
+    hint = f" Did you mean --{near[0]}?" if near else ""
+    raise ValueError(f"Unknown flags: {' '.join(flags)}.{hint} See --help.")
+
+
 def read_flags(folder: Path) -> dict[str, object]:
-    """The flags that a run folder was started with."""
+    """The flags that a run folder was started with.
+
+    Raises ValueError where no run is there, or one of a version with other flags.
+    """
+    if is_run_folder(folder.parent) and not is_run_folder(folder):
+        raise ValueError(f"{folder} is a part of a run; give the run folder: {folder.parent}")
     saved = folder / "config.json"
     if not saved.is_file():
         raise ValueError(f"--resume {folder}: no run is there (config.json is missing).")
-    return json.loads(saved.read_text())
+    try:
+        flags = json.loads(saved.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{saved} is no JSON: {error}") from error
+    known = {one.name for one in fields(Config)}
+    unknown = sorted(set(flags) - known)
+    if unknown:
+        raise ValueError(
+            f"{saved} has flags that this version does not know: {', '.join(unknown)}. "
+            "Use the version that wrote it."
+        )
+    flags["resume"] = None
+    flags["output_dir"] = str(folder)  # it may have been moved
+    return flags
+
+
+def is_run_folder(folder: Path) -> bool:
+    """Whether a config.json is there that holds our flags (a model directory has one too)."""
+    try:
+        flags = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(flags, dict) and "prompts_per_rollout" in flags
 
 
 def changed_flags(config: Config, without: tuple[str, ...] = ()) -> dict[str, object]:

@@ -1,10 +1,9 @@
-"""From names to things in memory: prompts, tokenizers, a policy (with LoRA), a reward model.
+"""From names to things in memory: tokenizers, a policy (with LoRA), a reward model.
 
 And what is refused before anything is trained. Left out: what is done with them (train.py).
 """
 
-import json
-import random
+import importlib
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,8 +25,18 @@ from credit import get_credit_method
 from grpo import response_hidden, token_logprobs
 from machinery import tiny
 from machinery.config import Config
-from machinery.rollout import Messages, Rollout, Vocabulary, encode_prompt, no_dropout, sample
-from reward_grad import RewardModel
+from machinery.prompts import check_conversations, load_examples, load_prompts
+from machinery.rollout import (
+    Messages,
+    Rollout,
+    Vocabulary,
+    encode_prompt,
+    no_dropout,
+    sample,
+    take,
+)
+from machinery.run import tracker_module
+from reward_grad import RewardModel, read_score
 
 # ----------------------------------------------------------------------------------------------
 # From flags to what `train` takes.
@@ -38,7 +47,9 @@ def settle(config: Config) -> Config:
 
     Raises ValueError for a method, a device or a model that is not there.
     """
+    config = with_absolute_paths(config)
     get_credit_method(config.credit)
+    tracker_module(config.report_to)
     if config.device.startswith("cuda") and not torch.cuda.is_available():
         raise ValueError(
             f"--device {config.device}: torch sees no GPU here. "
@@ -61,6 +72,7 @@ def settle(config: Config) -> Config:
             reward_model=str(world / "reward_model"),
             prompts=config.prompts or str(world / "prompts.jsonl"),
         )
+        config = with_absolute_paths(config)
     for name in ("policy", "reward_model", "prompts"):
         if getattr(config, name) is None:
             raise ValueError(f"--{name} is missing: give a hub id or a path.")
@@ -70,6 +82,19 @@ def settle(config: Config) -> Config:
             "it is for the tiny worlds only."
         )
     return config
+
+
+def with_absolute_paths(config: Config) -> Config:
+    """Paths of things that are there as absolute ones, so a run goes on from any directory."""
+    changed = {}
+    for name in ("policy", "reward_model", "prompts", "chat_template"):
+        value = getattr(config, name)
+        if value and Path(value).exists():
+            changed[name] = str(Path(value).resolve())
+    file, _, method = config.credit.rpartition(":")
+    if file and Path(file).exists():
+        changed["credit"] = f"{Path(file).resolve()}:{method}"
+    return replace(config, **changed)
 
 
 def in_world(config: Config) -> bool:
@@ -83,9 +108,17 @@ def prepare(config: Config, trainable: bool = True) -> dict[str, object]:
     Cheap refusals come first. Not `trainable`: the policy is only looked at, without adapters or
     gradients, and training's memory is not asked for.
     """
-    tokenizer = load_tokenizer(config.policy, config.chat_template)
+    tokenizer = load_policy_tokenizer(config)
+    reward_tokenizer = AutoTokenizer.from_pretrained(config.reward_model)
     prompts = load_prompts(config, tokenizer)
     examples = load_examples(config) if config.sft_examples else None
+    limits = []
+    for flag in ("policy", "reward_model"):
+        shape = text_config(getattr(config, flag))
+        if not hasattr(shape, "num_attention_heads"):
+            raise ValueError(f"--{flag} is no attention model (it is a {shape.model_type}).")
+        limits.append(getattr(shape, "max_position_embeddings", None))
+    check_conversations(prompts, config, tokenizer, reward_tokenizer, *limits)
     if config.device.startswith("cuda"):
         torch.cuda.set_device(config.device)
         torch.cuda.reset_peak_memory_stats()
@@ -105,153 +138,72 @@ def prepare(config: Config, trainable: bool = True) -> dict[str, object]:
 
 
 # ----------------------------------------------------------------------------------------------
-# Prompts.
-
-
-def load_rows(source: str) -> list[dict]:
-    """Rows of a JSONL file, or of a hub data set given as `name:split`."""
-    if source.endswith((".json", ".jsonl")) or Path(source).exists():
-        rows = read_rows(source)
-    else:
-        rows = download_rows(source)
-    if not rows:
-        raise ValueError(f"--prompts {source} is empty.")
-    return rows
-
-
-def read_rows(source: str) -> list[dict]:
-    if not Path(source).is_file():
-        raise ValueError(f"--prompts {source}: there is no such file.")
-    lines = Path(source).read_text().split("\n")
-    try:
-        return [json.loads(line) for line in lines if line.strip()]
-    except json.JSONDecodeError as error:
-        raise ValueError(f"--prompts {source} must hold one JSON object a line: {error}") from error
-
-
-def download_rows(source: str) -> list[dict]:
-    from datasets import load_dataset
-
-    name, _, split = source.partition(":")
-    try:
-        return list(load_dataset(name, split=split or "train"))
-    except Exception as error:  # datasets raises many kinds; all mean the same to the user
-        raise ValueError(
-            f"--prompts {source}: neither a file here nor a data set that loads ({error}). "
-            "Use FILE.jsonl or NAME:SPLIT."
-        ) from error
-
-
-def as_messages(row: dict, column: str, source: str) -> Messages:
-    """One row as a conversation that ends with the user.
-
-    The column holds a string, or a list of messages whose final answer, if any, is left out.
-    """
-    if column not in row:
-        raise ValueError(
-            f"--prompts {source} has no column {column!r} (it has: {', '.join(row)}). "
-            "Name it with --prompt_column."
-        )
-    value = row[column]
-    messages = [{"role": "user", "content": value}] if isinstance(value, str) else list(value)
-    if messages and messages[-1].get("role") == "assistant":
-        messages = messages[:-1]
-    if not messages or not (messages[-1].get("content") or "").strip():
-        raise ValueError(
-            f"--prompts {source} holds an empty prompt in column {column!r}: "
-            f"{json.dumps(row)[:200]}"
-        )
-    return messages
-
-
-def prompt_column(rows: list[dict], config: Config) -> str:
-    if config.prompt_column:
-        return config.prompt_column
-    return "messages" if "messages" in rows[0] and "prompt" not in rows[0] else "prompt"
-
-
-def load_prompts(config: Config, tokenizer: PreTrainedTokenizerBase) -> list[Messages]:
-    """All prompts as conversations, none longer than --max_prompt_tokens.
-
-    In a file of yours a prompt that is too long is an error, since you can mend it; from a hub
-    data set it is left out and counted.
-    """
-    rows = load_rows(config.prompts)
-    column = prompt_column(rows, config)
-    prompts = [as_messages(row, column, config.prompts) for row in rows]
-    lengths = [len(encode_prompt(tokenizer, m, **config.template)) for m in prompts]
-    fits = [length <= config.max_prompt_tokens for length in lengths]
-    short = [messages for messages, fit in zip(prompts, fits, strict=True) if fit]
-    too_long = f"{len(prompts) - len(short)} of {len(prompts)} prompts"
-    if len(short) < len(prompts) and (Path(config.prompts).exists() or not short):
-        worst = max(range(len(prompts)), key=lengths.__getitem__)
-        raise ValueError(
-            f"{too_long} in {config.prompts} are longer than --max_prompt_tokens "
-            f"{config.max_prompt_tokens}; the longest is number {worst + 1} with {lengths[worst]} "
-            "tokens. Raise the limit or shorten them."
-        )
-    if len(short) < len(prompts):
-        print(f"Left out {too_long}: longer than --max_prompt_tokens.")
-    return short
-
-
-def load_examples(config: Config) -> list[tuple[Messages, str]]:
-    """--sft_examples rows of --prompts, shuffled: each conversation and its "chosen" answer.
-
-    The answer is a text, or chat messages that end with it.
-    """
-    rows = load_rows(config.prompts)
-    if any("chosen" not in row for row in rows):
-        raise ValueError(
-            f'--sft_examples needs a column "chosen" in --prompts {config.prompts}; '
-            "or give --sft_examples 0."
-        )
-    rows = random.Random(config.seed).sample(rows, min(config.sft_examples, len(rows)))
-    column = prompt_column(rows, config)
-    examples = []
-    for row in rows:
-        chosen = row["chosen"]
-        answer = chosen if isinstance(chosen, str) else chosen[-1]["content"]
-        examples.append((as_messages(row, column, config.prompts), answer))
-    return examples
-
-
-# ----------------------------------------------------------------------------------------------
 # Models.
 
 
-def load_tokenizer(name: str, chat_template: str | None = None) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model, with a chat template: its own, or the file given."""
-    tokenizer = AutoTokenizer.from_pretrained(name)
-    if chat_template:
-        if not Path(chat_template).is_file():
-            raise ValueError(f"--chat_template {chat_template}: there is no such file.")
-        tokenizer.chat_template = Path(chat_template).read_text()
+def load_policy_tokenizer(config: Config) -> PreTrainedTokenizerBase:
+    """The policy's tokenizer with a chat template.
+
+    --chat_template's, its own, or, where it has none (a base model), the reward model's: the two
+    share their tokens.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(config.policy)
+    if config.chat_template:
+        if not Path(config.chat_template).is_file():
+            raise ValueError(f"--chat_template {config.chat_template}: there is no such file.")
+        tokenizer.chat_template = Path(config.chat_template).read_text(encoding="utf-8")
+    if not tokenizer.chat_template:
+        tokenizer.chat_template = AutoTokenizer.from_pretrained(config.reward_model).chat_template
+        print("--policy has no chat template (a base model): it takes the reward model's.")
     if not tokenizer.chat_template:
         raise ValueError(
-            f"--policy {name} has no chat template (a base model?). "
+            f"--policy {config.policy} has no chat template, and the reward model has none either. "
             "Give one with --chat_template FILE."
         )
     return tokenizer
 
 
+def is_adapter(name: str) -> bool:
+    """Whether a directory holds LoRA adapters rather than a model, as our own final/ may."""
+    return (Path(name) / "adapter_config.json").exists()
+
+
+def base_of(name: str) -> str:
+    """The model that a directory's adapters belong to, or the name itself."""
+    if not is_adapter(name):
+        return name
+    return import_peft().PeftConfig.from_pretrained(name).base_model_name_or_path
+
+
+def text_config(name: str) -> PretrainedConfig:
+    """The config of the language model, which a multimodal checkpoint nests."""
+    return AutoConfig.from_pretrained(base_of(name)).get_text_config()
+
+
 def load_policy(config: Config, trainable: bool = True) -> PreTrainedModel:
     """The policy on its device: float32, or frozen in --dtype with float32 LoRA adapters.
 
-    Not `trainable`: as it is in --dtype, without adapters, to sample from only.
+    A directory of adapters is loaded on its base; they are trained further with --lora_rank, and
+    merged without. Not `trainable`: as it is in --dtype, to sample from only.
     """
     full = trainable and config.lora_rank == 0
-    policy = AutoModelForCausalLM.from_pretrained(
-        config.policy,
+    policy = load_model(
+        AutoModelForCausalLM,
+        config,
+        "policy",
+        base_of(config.policy),
         dtype=torch.float32 if full else getattr(torch, config.dtype),
-        attn_implementation=config.attn_implementation,
-        use_kernels=False,  # code from the hub that nobody chose, on a GPU only
     ).to(config.device)
     no_dropout(policy)
+    if is_adapter(config.policy):
+        adapt = import_peft().PeftModel.from_pretrained
+        policy = adapt(policy, config.policy, is_trainable=trainable and not full)
+        if full:
+            policy = policy.merge_and_unload().requires_grad_(True)
+    elif trainable and not full:
+        policy = add_lora(policy, config.lora_rank, config.seed)
     if not trainable:
         return policy.requires_grad_(False).eval()
-    if config.lora_rank:
-        policy = add_lora(policy, config.lora_rank, config.seed)
     if config.gradient_checkpointing:
         policy.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         if config.lora_rank:
@@ -259,38 +211,71 @@ def load_policy(config: Config, trainable: bool = True) -> PreTrainedModel:
     return policy
 
 
-def add_lora(policy: PreTrainedModel, rank: int, seed: int = 0) -> PreTrainedModel:
-    """Float32 adapters on all linear layers but the output head, alpha = 2 rank, no dropout."""
+def load_model(auto: type, config: Config, flag: str, name: str, **options: object) -> object:
+    """from_pretrained with what all our models share, its errors with the flag's name."""
     try:
-        from peft import LoraConfig, get_peft_model
+        return auto.from_pretrained(
+            name,
+            attn_implementation=config.attn_implementation,
+            use_kernels=False,  # they would be code from the hub, and on a GPU only
+            **options,
+        )
     except ImportError as error:
         raise ValueError(
-            "--lora_rank needs peft: pip install peft (or --lora_rank 0 for full fine-tuning)."
+            f"--{flag} {name}, --attn_implementation {config.attn_implementation}: {error}"
         ) from error
+
+
+def import_peft() -> object:
+    try:
+        return importlib.import_module("peft")
+    except ImportError as error:
+        raise ValueError(
+            "LoRA adapters need peft: pip install peft (or --lora_rank 0 for full fine-tuning)."
+        ) from error
+
+
+def add_lora(policy: PreTrainedModel, rank: int, seed: int = 0) -> PreTrainedModel:
+    """Float32 adapters on all linear layers but the output head, alpha = 2 rank, no dropout."""
+    peft = import_peft()
     torch.manual_seed(seed)
-    lora = LoraConfig(
+    lora = peft.LoraConfig(
         r=rank,
         lora_alpha=2 * rank,
         target_modules="all-linear",
         lora_dropout=0.0,
         task_type="CAUSAL_LM",
     )
-    return get_peft_model(policy, lora)
+    return peft.get_peft_model(policy, lora)
 
 
 def load_reward_model(config: Config, policy_tokenizer: PreTrainedTokenizerBase) -> RewardModel:
     """The frozen reward model in --dtype. Refuses a checkpoint without a trained one-label head."""
-    model, report = AutoModelForSequenceClassification.from_pretrained(
-        config.reward_model,
-        dtype=getattr(torch, config.dtype),
-        attn_implementation=config.attn_implementation,
-        use_kernels=False,
-        output_loading_info=True,
-    )
+    name = config.reward_model
+    if is_adapter(name):
+        raise ValueError(
+            f"--reward_model {name} is a directory of adapters. Merge it first: "
+            "peft.AutoPeftModelForSequenceClassification.from_pretrained(DIR, num_labels=1)"
+            ".merge_and_unload().save_pretrained(OUT), and save the tokenizer there too."
+        )
+    try:
+        model, report = load_model(
+            AutoModelForSequenceClassification,
+            config,
+            "reward_model",
+            name,
+            dtype=getattr(torch, config.dtype),
+            num_labels=1,  # some configs list no labels
+            output_loading_info=True,
+        )
+    except RuntimeError as error:  # the head has another shape
+        raise ValueError(
+            f"--reward_model {name} must be a sequence classifier with one label: {error}"
+        ) from error
     missing = sorted(report["missing_keys"])
     if missing:
         raise ValueError(
-            f"--reward_model {config.reward_model} lacks {', '.join(missing[:3])}: its score head "
+            f"--reward_model {name} lacks {', '.join(missing[:3])}: its score head "
             "would be random. Give a trained reward model (a sequence classifier with one label)."
         )
     model = model.to(config.device).eval()
@@ -390,24 +375,27 @@ def total_estimate(parts: dict[str, float]) -> float:
 
 
 def check_memory(config: Config) -> float:
-    """Peak bytes as estimated; on a GPU raise ValueError, with the flag to change, if too many.
+    """Peak bytes as estimated from the models' configs; on a GPU, what to do if they are too many.
 
-    Reads the models' configs only.
+    The estimate of a phase only warns. Raises ValueError where what is held throughout is already
+    more than the GPU has free.
     """
-    policy = AutoConfig.from_pretrained(config.policy)
-    reward = AutoConfig.from_pretrained(config.reward_model)
-    parts = memory_estimate(config, policy, reward)
+    parts = memory_estimate(config, text_config(config.policy), text_config(config.reward_model))
     need = 1.1 * total_estimate(parts)
     if not config.device.startswith("cuda"):
         return need
     free = torch.cuda.mem_get_info(config.device)[0]
+    held = sum(amount for name, amount in parts.items() if ":" not in name)
     if need > free:
         table = "".join(f"\n  {v / 2**30:6.1f} GiB  {name}" for name, v in parts.items())
-        raise ValueError(
-            f"This run needs about {need / 2**30:.1f} GiB and the GPU has {free / 2**30:.1f} GiB "
-            f"free. Try: {remedy(config, parts, need - free)}, "
+        text = (
+            f"This run may need about {need / 2**30:.1f} GiB, and the GPU has "
+            f"{free / 2**30:.1f} GiB free. Try: {remedy(config, parts, need - free)}, "
             f"or --gradient_checkpointing if it is off.{table}"
         )
+        if held > free:
+            raise ValueError(text)
+        print(f"warning: {text}")
     return need
 
 
@@ -489,3 +477,42 @@ def model_logprobs(
     start = rollout.prompt_ids.shape[1] - 1
     logits = out.logits[:, start:-1, :size][mask].float() / temperature  # (N, V)
     return logits.log_softmax(-1).gather(1, rollout.response_ids[mask][:, None])[:, 0]
+
+
+def check_gradient(reward_model: RewardModel, rollout: Rollout) -> None:
+    """Refuse a reward model whose gradient is not the slope of its reward.
+
+    Whatever breaks it (a kernel without a backward, say) breaks the whole method without a word.
+    The reward is compared a little up and down the gradient at one token; in bf16 a small step
+    drowns and a large one is no longer straight, so one of three must agree within a factor 1.5.
+    """
+    if not rollout.content_mask.any():
+        return  # nothing but stop tokens: no token to move
+    _, grad = reward_model.score(rollout, with_grad=True)  # (B, T, D)
+    row, place = divmod(grad.norm(dim=-1).argmax().item(), grad.shape[1])
+    one = take(rollout, slice(row, row + 1))
+    f = grad[row]
+    inputs = reward_model.inputs(one)
+    where = inputs.places[0, place]
+    embeds = reward_model.embedding[inputs.ids]  # (1, L, D)
+    slope = f[place].norm()
+    direction = (f[place] / slope.clamp(min=torch.finfo(f.dtype).tiny)).to(embeds.dtype)  # (D,)
+    measured = []
+    for share in (0.02, 0.1, 0.3):
+        step = share * embeds[0, where].norm()
+        rewards = []
+        for sign in (1, -1):
+            moved = embeds.clone()
+            moved[0, where] += sign * step * direction
+            with torch.no_grad():
+                last = inputs.mask.sum(-1, keepdim=True) - 1
+                head = reward_model.head
+                score = read_score(reward_model.backbone, head, moved, inputs.mask, last)
+                rewards.append(score[0, 0].double())
+        measured.append(((rewards[0] - rewards[1]) / (2 * step.double())).item())
+    if not any(slope.item() / 1.5 < found < 1.5 * slope.item() for found in measured):
+        raise ValueError(
+            f"--reward_model: its gradient says {slope.item():.3g} where its reward moves by "
+            f"{', '.join(f'{found:.3g}' for found in measured)} per unit. Credit from it would be "
+            "wrong. Try --attn_implementation eager, or --dtype float32."
+        )

@@ -152,19 +152,27 @@ class Vocabulary:
 def shared_vocabulary(
     policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, reward_rows: int | None = None
 ) -> Vocabulary:
-    """V = min(policy rows, reward-model rows, tokens), all stop ids, and the frozen tokens.
+    """V = min(policy rows, reward-model rows, ids in use), all stop ids, and the frozen tokens.
 
     Stop ids come from the tokenizer, the generation config and the token with which the chat
     template ends a turn; these disagree in released checkpoints. Frozen are the stop tokens (they
     have no embedding in the reward model's input) and tokens of pure structure: text that strips
     to "", or that holds a newline and strips to ".".
+
+    Raises ValueError where there is no stop token, or one that V leaves out.
     """
     rows = policy.get_output_embeddings().weight.shape[0]
-    size = min(rows, len(tokenizer), reward_rows or rows)
+    size = min(rows, ids_in_use(tokenizer), reward_rows or rows)
     listed = unwrap(policy).generation_config.eos_token_id
     stops = {tokenizer.eos_token_id, turn_end_id(tokenizer)}
     stops |= set(listed if isinstance(listed, list) else [listed])
-    stop_ids = sorted(i for i in stops if i is not None and i < size)
+    stop_ids = sorted(i for i in stops if i is not None)
+    lost = [i for i in stop_ids if i >= size]
+    if lost:
+        raise ValueError(
+            f"Stop token {lost[0]} lies outside the {size} ids that the policy's {rows} rows, "
+            "its tokenizer and the reward model share: no response could end."
+        )
     if not stop_ids:
         raise ValueError(
             "The policy has no stop token: neither its tokenizer nor its generation config "
@@ -181,6 +189,11 @@ def shared_vocabulary(
     frozen = torch.tensor(frozen)  # (V,)
     frozen[stop_ids] = True
     return Vocabulary(size, pad_id, stop_ids, frozen)
+
+
+def ids_in_use(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The largest id in use + 1. Ids may have gaps, so that len(tokenizer) can be less."""
+    return max(tokenizer.get_vocab().values()) + 1
 
 
 def turn_end_id(tokenizer: PreTrainedTokenizerBase) -> int | None:

@@ -6,6 +6,7 @@ Files and folders are written to a draft and renamed, so a killed run leaves the
 Left out: what a metric means in words (README.md), and figures (eval.py).
 """
 
+import fcntl
 import importlib
 import json
 import shutil
@@ -16,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import TextIO
 
 import torch
 from safetensors import SafetensorError
@@ -24,7 +26,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from grpo import response_mean
-from machinery.config import Config, as_arguments, changed_flags
+from machinery.config import Config, as_arguments, changed_flags, is_run_folder, read_flags
 from machinery.rollout import Rollout
 
 Gold = Callable[[PreTrainedTokenizerBase, Rollout], list[float]]  # the true reward, where known
@@ -46,8 +48,9 @@ class Run:
         self.step = last_checkpoint(self.folder) if config.resume else 0
         self.history: list[dict] = []
         self.checks: dict[str, float] = {}  # of the start, logged with the first rollout
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.lock = lock(self.folder)
         if not config.resume:
-            self.folder.mkdir(parents=True, exist_ok=True)
             self._write_config()
 
     def resume(self) -> None:
@@ -73,7 +76,7 @@ class Run:
         """
         total = self.config.rollouts
         self.track = tracker(self.config, self.folder)
-        with stop_when_asked() as asked:
+        with self.lock, stop_when_asked() as asked:
             self.bar = tqdm(
                 range(self.step, total), initial=self.step, total=total, dynamic_ncols=True
             )
@@ -86,7 +89,7 @@ class Run:
                     again = f"python train.py --resume {self.folder}"
                     self.bar.write(f"Stopped after {done} rollouts. Go on with: {again}")
                     return
-        self.save("final", optimizer=False)
+            self.save("final", optimizer=False)
 
     def log(self, step: int, rollout: Rollout) -> None:
         """One line of metrics and the first group's samples; now and then a sample to look at."""
@@ -115,8 +118,12 @@ class Run:
             self.bar.write(shaded(telling), file=sys.stderr)
 
     def _append(self, name: str, rows: list[dict]) -> None:
-        with (self.folder / f"{name}.jsonl").open("a") as file:
-            file.writelines(json.dumps(row) + "\n" for row in rows)
+        path = self.folder / f"{name}.jsonl"
+        try:
+            with path.open("a", encoding="utf-8") as file:
+                file.writelines(json.dumps(row) + "\n" for row in rows)
+        except OSError as error:
+            raise OSError(f"{path} could not be written ({error}).") from error
 
     def save(self, name: str, optimizer: bool = True) -> None:
         """The policy as `save_pretrained` writes it, and the optimizer's state.
@@ -142,14 +149,21 @@ class Run:
 
     def load(self, name: str) -> None:
         """Take the weights, and where it has one the optimizer's state, from a saved folder."""
-        load_weights(self.learner.policy, self.folder / name)
-        state = self.folder / name / "optimizer.pt"
-        if state.exists():
-            optimizer = self.learner.optimizer
-            optimizer.load_state_dict(torch.load(state, map_location="cpu"))
-            for group in optimizer.param_groups:  # which came back with the old run's rates
-                group["lr"] = self.config.learning_rate
-                group["weight_decay"] = self.config.weight_decay
+        folder = self.folder / name
+        optimizer = self.learner.optimizer
+        try:
+            load_weights(self.learner.policy, folder)
+            if (folder / "optimizer.pt").exists():
+                state = torch.load(folder / "optimizer.pt", map_location="cpu")
+                optimizer.load_state_dict(state)
+        except Exception as error:  # torch, pickle, zip and safetensors each have their own
+            raise ValueError(
+                f"{folder} cannot be read ({error}). Remove it, and the run goes on from the "
+                "checkpoint before it."
+            ) from error
+        for group in optimizer.param_groups:  # which came back with the old run's rates
+            group["lr"] = self.config.learning_rate
+            group["weight_decay"] = self.config.weight_decay
 
 
 def load_weights(policy: PreTrainedModel, folder: Path) -> None:
@@ -166,6 +180,20 @@ def load_weights(policy: PreTrainedModel, folder: Path) -> None:
 
 # ----------------------------------------------------------------------------------------------
 # Folders and files.
+
+
+def lock(folder: Path) -> TextIO:
+    """An open file that only one process can hold; the system frees it when that process ends.
+
+    Raises ValueError where another process holds it.
+    """
+    file = (folder / ".lock").open("w")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        file.close()
+        raise ValueError(f"{folder} is in use: another process is training there.") from error
+    return file
 
 
 def refuse_taken(config: Config) -> None:
@@ -203,14 +231,18 @@ def last_checkpoint(folder: Path) -> int:
 
 def write_whole(path: Path, text: str) -> None:
     draft = path.with_suffix(".draft")
-    draft.write_text(text)
-    draft.rename(path)
+    try:
+        draft.write_text(text, encoding="utf-8")
+        draft.rename(path)
+    except OSError as error:
+        draft.unlink(missing_ok=True)
+        raise OSError(f"{path} could not be written ({error}); it is as it was.") from error
 
 
 def read_jsonl(path: Path) -> list[dict]:
     """Rows of a log; a last line cut short by a kill is left out."""
     rows = []
-    for line in path.read_text().split("\n"):
+    for line in path.read_text(encoding="utf-8").split("\n"):
         try:
             rows.append(json.loads(line))
         except json.JSONDecodeError:
@@ -221,9 +253,9 @@ def read_jsonl(path: Path) -> list[dict]:
 def load_run(path: str) -> tuple[Config, list[dict]]:
     """Flags and metrics of a run folder. Raises ValueError where there are none."""
     folder = Path(path)
-    if not (folder / "config.json").is_file():
+    if not is_run_folder(folder):
         raise ValueError(
-            f"{path} is not a run folder (it has no config.json). Runs are under runs/."
+            f"{path} is not a run folder (it has no config.json of ours). Runs are under runs/."
         )
     metrics = folder / "metrics.jsonl"
     rows = read_jsonl(metrics) if metrics.exists() else []
@@ -233,7 +265,7 @@ def load_run(path: str) -> tuple[Config, list[dict]]:
 
 
 def read_config(folder: Path) -> Config:
-    return Config(**json.loads((folder / "config.json").read_text()))
+    return Config(**read_flags(folder))
 
 
 @contextmanager
@@ -266,6 +298,9 @@ def stop_when_asked() -> Iterator[threading.Event]:
 @contextmanager
 def plain_errors() -> Iterator[None]:
     """A user's mistake, or a run that broke, as one line without a traceback."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(encoding="utf-8")  # whatever the locale says
     try:
         yield
     except (ValueError, FloatingPointError, OSError) as error:
@@ -393,19 +428,10 @@ def shaded(row: dict) -> str:
 
 
 def tracker(config: Config, folder: Path) -> Callable[[dict], None]:
-    """Where --report_to sends each row of metrics, beside metrics.jsonl.
-
-    Raises ValueError where the package is not installed, naming the pip command.
-    """
-    if config.report_to == "none":
+    """Where --report_to sends each row of metrics, beside metrics.jsonl."""
+    module = tracker_module(config.report_to)
+    if module is None:
         return ignore
-    modules = {"tensorboard": "torch.utils.tensorboard"}
-    try:
-        module = importlib.import_module(modules.get(config.report_to, config.report_to))
-    except ImportError as error:
-        raise ValueError(
-            f"--report_to {config.report_to} needs a package: pip install {config.report_to}"
-        ) from error
     if config.report_to == "tensorboard":
         writer = module.SummaryWriter(str(folder))
 
@@ -421,6 +447,17 @@ def tracker(config: Config, folder: Path) -> Callable[[dict], None]:
         module.log(row, step=row["step"])
 
     return to_dashboard
+
+
+def tracker_module(name: str) -> object | None:
+    """The module behind --report_to. Raises ValueError, with the pip command, where missing."""
+    if name == "none":
+        return None
+    modules = {"tensorboard": "torch.utils.tensorboard"}
+    try:
+        return importlib.import_module(modules.get(name, name))
+    except ImportError as error:
+        raise ValueError(f"--report_to {name} needs a package: pip install {name}") from error
 
 
 def ignore(row: dict) -> None:

@@ -34,7 +34,11 @@ def import_pyplot() -> object:
 
 def save_figure(figure: object, out: str) -> None:
     Path(out).parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(out, dpi=130)
+    try:
+        figure.savefig(out, dpi=130)
+    except OSError as error:
+        Path(out).unlink(missing_ok=True)
+        raise OSError(f"{out} could not be written ({error}).") from error
     import_pyplot().close(figure)
     print(f"Wrote {out}")
 

@@ -117,7 +117,8 @@ def gradient(pair, micro_batch, method="datc", **changes):
     """The gradient of one update on twelve responses, by parameter name, and its metrics."""
     flags = ("--credit", method, "--micro_batch", micro_batch)
     learner = make_learner(pair, *flags, max_grad_norm=1e9, learning_rate=1e-9, **changes)
-    rollout = learner.compare(learner.score(make_rollout(learner.policy, PROMPTS, group_size=4)))
+    rollout = make_rollout(learner.policy, PROMPTS, group_size=4)
+    rollout = learner.refer(learner.compare(learner.score(rollout)))
     off = rollout.reference_logp - 0.1 * rollout.response_mask
     kept = {}
 
@@ -181,7 +182,7 @@ def test_grpo_asks_the_reward_model_for_no_gradient(pair, monkeypatch):
     learner = make_learner(pair, "--credit", "grpo")
     rollout = learner.score(make_rollout(learner.policy))
     assert rollout.reward_grad is None
-    study.one_update(learner, learner.compare(rollout))
+    study.one_update(learner, learner.refer(learner.compare(rollout)))
 
 
 def test_one_policy_forward_per_micro_batch_serves_credit_and_loss(pair, monkeypatch):
@@ -287,7 +288,7 @@ def test_a_supervised_start_learns_the_answers_and_is_what_the_kl_refers_to(pair
     # The same start, four rollouts at once or two and two.
     shutil.copytree(parts, whole)
     shutil.rmtree(whole / "checkpoint-2")
-    train.main(["--resume", str(whole), "--rollouts", "4", "--output_dir", str(whole)])
+    train.main(["--resume", str(whole), "--rollouts", "4"])
     train.main(["--resume", str(parts), "--rollouts", "4"])
     assert read_metrics(whole) == read_metrics(parts)
 
@@ -323,7 +324,7 @@ def test_devs_reward_shaping_changes_the_advantages_and_never_the_logged_reward(
 
 
 def test_the_memory_estimate_counts_weights_exactly_and_names_the_flag_that_would_help(
-    pair, monkeypatch
+    pair, monkeypatch, capsys
 ):
     config = parse(arguments(pair, "unused", "--lora_rank", 4))
     policy, reward = make_policy(), make_classifier()
@@ -337,10 +338,12 @@ def test_the_memory_estimate_counts_weights_exactly_and_names_the_flag_that_woul
     assert load.check_memory(config) > 0  # on a CPU nothing is refused
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (held, held))
     gpu = replace(config, device="cuda", sample_batch=10_000, prompts_per_rollout=5_000)
-    held = 1.2 * load.total_estimate(
-        load.memory_estimate(replace(gpu, sample_batch=1), policy.config, reward.config)
-    )
-    with pytest.raises(ValueError, match="--sample_batch"):
+    small = load.memory_estimate(replace(gpu, sample_batch=1), policy.config, reward.config)
+    held = 1.2 * load.total_estimate(small)
+    load.check_memory(gpu)  # an estimate of a phase only warns
+    assert "--sample_batch" in capsys.readouterr().out
+    held = parts["policy weights"]  # but what is held throughout cannot be argued with
+    with pytest.raises(ValueError, match="the GPU has"):
         load.check_memory(gpu)
 
 
@@ -388,7 +391,7 @@ def test_a_failed_save_keeps_the_last_good_checkpoint(pair, tmp_path, monkeypatc
 
 
 def test_wrong_flags_are_named_before_anything_is_loaded(pair, tmp_path, monkeypatch):
-    monkeypatch.setattr(load, "load_tokenizer", lambda *_: pytest.fail("a model was loaded"))
+    monkeypatch.setattr(load, "load_policy_tokenizer", lambda *_: pytest.fail("a model was loaded"))
     base = arguments(pair, tmp_path / "x")
     for extra, expected in {
         ("--group_size", 1): "--group_size is 1",
@@ -405,60 +408,6 @@ def test_wrong_flags_are_named_before_anything_is_loaded(pair, tmp_path, monkeyp
         ("--output_dir", pair): "is not empty",
     }.items():
         assert expected in error_of([*base, *extra])
-
-
-def test_prompt_files_that_cannot_be_used_are_refused(pair, tmp_path):
-    def refused(text, *extra):
-        file = tmp_path / "p.jsonl"
-        file.write_text(text)
-        return error_of(arguments(pair, tmp_path / "out", "--prompts", file, *extra))
-
-    assert "no such file" in error_of(
-        arguments(pair, tmp_path / "out", "--prompts", "missing.jsonl")
-    )
-    assert "is empty" in refused("\n")
-    assert "one JSON object a line" in refused("describe the cat\n")
-    assert "no column 'question' (it has: prompt)" in refused(
-        '{"prompt": "a"}\n', "--prompt_column", "question"
-    )
-    assert "empty prompt" in refused('{"prompt": " "}\n')
-    long = json.dumps({"prompt": "the " * 100}) + "\n"
-    assert (
-        "1 of 2 prompts" in (message := refused('{"prompt": "a"}\n' + long))
-        and "--max_prompt_tokens 64" in message
-    )
-    assert not (tmp_path / "out").exists()
-
-
-def test_prompts_may_be_strings_or_messages_and_a_final_answer_is_dropped():
-    user, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
-    for row, column in (
-        ({"prompt": "a"}, "prompt"),
-        ({"prompt": [user]}, "prompt"),
-        ({"messages": [user, answer]}, "messages"),
-    ):
-        assert load.as_messages(row, column, "x") == [user]
-
-
-def test_models_that_cannot_be_used_are_refused(pair, tmp_path):
-    base = arguments(pair, tmp_path / "out")
-    assert "lacks score.weight" in error_of([*base, "--reward_model", pair / "policy"])
-    TOKENIZER.save_pretrained(tmp_path / "bare")
-    make_policy().save_pretrained(tmp_path / "bare")
-    (tmp_path / "bare" / "chat_template.jinja").unlink()
-    assert "--chat_template FILE" in error_of([*base, "--policy", tmp_path / "bare"])
-    (tmp_path / "t.jinja").write_text(tiny.CHAT_TEMPLATE)
-    train.main(
-        [
-            *base,
-            "--policy",
-            str(tmp_path / "bare"),
-            "--chat_template",
-            str(tmp_path / "t.jinja"),
-            "--rollouts",
-            "1",
-        ]
-    )
 
 
 def test_a_folder_that_holds_another_run_is_left_alone(pair, tmp_path):
