@@ -489,7 +489,9 @@ def check_gradient(reward_model: RewardModel, rollout: Rollout) -> None:
     if not rollout.content_mask.any():
         return  # nothing but stop tokens: no token to move
     _, grad = reward_model.score(rollout, with_grad=True)  # (B, T, D)
-    row, place = divmod(grad.norm(dim=-1).argmax().item(), grad.shape[1])
+    size = reward_model.embedding[rollout.response_ids].norm(dim=-1)  # (B, T)
+    weight = grad.norm(dim=-1) * size  # the token whose change by a share of itself says most
+    row, place = divmod(weight.argmax().item(), grad.shape[1])
     one = take(rollout, slice(row, row + 1))
     f = grad[row]
     inputs = reward_model.inputs(one)

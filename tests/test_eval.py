@@ -1,6 +1,7 @@
 """Commands: tables, figures and files of eval.py, and the experiments of study.py."""
 
 import json
+import signal
 from dataclasses import replace
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 import eval as evaluate
 import reward_grad
 import study
+import train
 from conftest import (
     TOKENIZER,
     V,
@@ -21,7 +23,7 @@ from conftest import (
     model_flags,
 )
 from machinery.config import parse
-from machinery.run import read_config, read_jsonl
+from machinery.run import Run, read_config, read_jsonl
 from machinery.show import spearman
 from train import Learner
 
@@ -262,3 +264,77 @@ def test_eval_says_what_is_wrong_with_a_path(runs, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(other))
     (tmp_path / "metrics.jsonl").write_text((runs / "grpo" / "metrics.jsonl").read_text())
     assert "different reward models" in refused("reward", runs / "grpo", tmp_path)
+
+
+def refused(capsys, *argv) -> str:
+    """What eval.py says when it refuses, by its own line or by argparse's."""
+    with pytest.raises(SystemExit) as info:
+        evaluated(capsys, *argv)
+    return f"{info.value} {capsys.readouterr().err}"
+
+
+def test_an_answer_file_holds_one_models_answers(runs, tmp_path, capsys):
+    questions = tmp_path / "q.jsonl"
+    questions.write_text(json.dumps({"instruction": "describe the cat"}) + "\n")
+    command = ["--format", "alpaca_eval", "--questions", questions, "--max_tokens", 4]
+    out = tmp_path / "a.json"
+    evaluated(capsys, "answers", runs / "datc", *command, "--out", out)
+    before = out.read_text()
+    message = refused(capsys, "answers", runs / "grpo", *command, "--out", out)
+    assert "holds answers of 'datc'" in message and out.read_text() == before
+
+
+@pytest.mark.parametrize("turns", ["one text", [], [" "], [7], None])
+def test_a_row_that_is_no_question_is_refused_with_its_number(runs, tmp_path, capsys, turns):
+    rows = [{"question_id": 1, "turns": ["a"]}, {"question_id": 2, "turns": turns}]
+    questions = tmp_path / "q.jsonl"
+    questions.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    command = ["--format", "mt_bench", "--questions", questions, "--out", tmp_path / "a.json"]
+    assert "row 2" in refused(capsys, "answers", runs / "datc", *command)
+
+
+def test_a_comparison_that_is_stopped_stops_and_tables_finished_runs_only(
+    pair, tmp_path, capsys, monkeypatch
+):
+    plain = Run.log
+
+    def ask(run, step, rollout):
+        plain(run, step, rollout)
+        if run.folder.name == "datc-0.0006-s0" and step == 1:
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(Run, "log", ask)
+    flags = [*model_flags(pair), "--rollouts", 3, "--seeds", 2, "--folder", tmp_path / "c"]
+    out = evaluated(capsys, "compare", *flags, "--out", tmp_path / "c.png")
+    assert "1 of 4 runs are finished" in out
+    assert out.count("| grpo") == 2 and "| datc" not in out
+    assert {p.name for p in (tmp_path / "c" / "tiny").iterdir()} == {
+        "grpo-0.0006-s0",
+        "datc-0.0006-s0",
+    }
+    monkeypatch.undo()
+    out = evaluated(capsys, "compare", *flags, "--out", tmp_path / "c.png")
+    assert "Stopped" not in out and out.count("| datc") == 2
+
+
+def test_each_run_is_evaluated_with_its_own_settings(pair, runs, tmp_path, capsys):
+    short = arguments(pair, tmp_path / "short", "--max_response_tokens", 3, rollouts=1)
+    train.main(short)
+    out = evaluated(capsys, "reward", runs / "datc", tmp_path / "short", "--samples", 2)
+    lengths = [float(line.split("|")[4]) for line in out.splitlines() if line.count("|") == 6][2:]
+    assert lengths[0] > 3 >= lengths[1]
+
+
+def test_counts_and_points_out_of_range_are_refused_by_name(capsys):
+    for command in (
+        ("fidelity", "--points", "2"),
+        ("fidelity", "--points", "-1"),
+        ("fidelity", "--responses", "0"),
+        ("fidelity", "--top_k", "-3"),
+        ("compare", "--seeds", "0"),
+        ("gain", "--batches", "0"),
+        ("reward", "x", "--samples", "0"),
+        ("reward", "x", "--seed", str(10**30)),
+    ):
+        assert command[-2] in refused(capsys, *command), command
+    assert "Did you mean --out" in refused(capsys, "plot", "x", "--aut", "y")
