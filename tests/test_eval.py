@@ -321,7 +321,8 @@ def test_each_run_is_evaluated_with_its_own_settings(pair, runs, tmp_path, capsy
     short = arguments(pair, tmp_path / "short", "--max_response_tokens", 3, rollouts=1)
     train.main(short)
     out = evaluated(capsys, "reward", runs / "datc", tmp_path / "short", "--samples", 2)
-    lengths = [float(line.split("|")[4]) for line in out.splitlines() if line.count("|") == 6][2:]
+    rows = [line for line in out.splitlines() if line.count("|") == 6][2:]
+    lengths = [float(row.split("|")[4]) for row in rows]
     assert lengths[0] > 3 >= lengths[1]
 
 
