@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+import branch as branching
 import datc as derivation
 from machinery.rollout import Rollout, to_padded
 
@@ -151,6 +152,9 @@ class Source:
     reward_model: object  # reward_grad.RewardModel
     temperature: float
     grad_at: list[float]
+    lookahead: int = 2  # of (9), as are the two that follow
+    branches: int = 2
+    branch_prob: float = 0.02
 
 
 class CreditInputs:
@@ -193,6 +197,16 @@ class CreditInputs:
         """Evidence that a method has read already, or None; asking costs nothing."""
         return vars(self).get(name)
 
+    def shown_work(self) -> Tensor | None:
+        """The d that the method read, for the log: its own kind of work, or None."""
+        work = self.computed("work")
+        return self.computed("branch_work") if work is None else work
+
+    def branch_count(self) -> Tensor | None:
+        """How many alternatives the method tried at each token, (B, T), or None."""
+        found = self.computed("branch_tokens")
+        return None if found is None else (found[0] >= 0).sum(-1)
+
     @cached_property
     def reward_grad(self) -> Tensor:
         """f_t at the points of --grad_at, (B, T, D): from the scoring pass where that kept it."""
@@ -215,6 +229,43 @@ class CreditInputs:
     def work_magnitude(self) -> Tensor:
         """‖g_t‖ ‖k_t‖, (B, T)."""
         return self._over_the_vocabulary(derivation.work_magnitude)
+
+    @cached_property
+    def branch_tokens(self) -> tuple[Tensor, Tensor]:
+        """Alternatives at each token: ids (B, T, S), -1 = none, and their log-probs (B, T, S)."""
+        s = self.source
+        mask = self.response_mask
+        ids, logp = branching.alternatives(
+            s.hidden,
+            s.lm_head,
+            self.response_ids[mask],
+            s.temperature,
+            s.branches,
+            s.branch_prob,
+        )  # (N, S)
+        # A place without alternatives reads -1 and -inf, as padding does.
+        return to_padded(ids + 1, mask) - 1, to_padded(logp.exp(), mask).log()
+
+    @cached_property
+    def branch_values(self) -> Tensor:
+        """v of the alternatives, less the sampled token's, by branching (9): (B, T, S)."""
+        s = self.source
+        ids, _ = self.branch_tokens
+        return branching.token_values(s.reward_model, s.rollout, ids, s.lookahead)
+
+    @cached_property
+    def branch_work(self) -> Tensor:
+        """d_t of (5) on the sampled token and its alternatives, their values by branching, (B, T).
+
+        0 where a token has no alternative.
+        """
+        _, logp = self.branch_tokens
+        mask = self.response_mask
+        # The sampled token stands last, and values are counted from its own.
+        logits = torch.cat([logp[mask], self.source.logp[mask][:, None]], -1)  # (N, S+1)
+        values = torch.nn.functional.pad(self.branch_values[mask], (0, 1))  # (N, S+1)
+        sampled = torch.full_like(logits[:, 0], logits.shape[1] - 1, dtype=torch.long)
+        return to_padded(derivation.work_on_support(logits, sampled, values), mask)
 
     @cached_property
     def exact_work(self) -> Tensor:
@@ -406,6 +457,18 @@ def datc(x: CreditInputs) -> Credit:
     return banded(x, x.work)
 
 
+@credit_method("branch", needs=("branch_work",))
+def branch(x: CreditInputs) -> Credit:
+    """DATC with token values by branching (9) in place of (2): faithful on real models. [ours]"""
+    return banded(x, x.branch_work)
+
+
+@credit_method("branch_shuffle", needs=("branch_work",))
+def branch_shuffle(x: CreditInputs) -> Credit:
+    """Control: the weights of `branch` in random places of the same response. [ours]"""
+    return in_random_places(x, banded(x, x.branch_work))
+
+
 @credit_method("oracle")
 def oracle(x: CreditInputs) -> Credit:
     """What a perfect gradient would give: (6) on the exact work; tiny worlds only. [ours]"""
@@ -425,9 +488,16 @@ def inverted(x: CreditInputs) -> Credit:
 def shuffle(x: CreditInputs) -> Credit:
     """Control: DATC's own weights in random places of the same response. [dev]
 
-    What it gains over GRPO is not credit. One draw per response, so micro-batches change nothing.
+    What it gains over GRPO is not credit.
     """
-    allocated = banded(x, x.work)
+    return in_random_places(x, banded(x, x.work))
+
+
+def in_random_places(x: CreditInputs, allocated: Credit) -> Credit:
+    """The same weights, shuffled within each response.
+
+    One draw per response, so micro-batches change nothing.
+    """
     weights = allocated.weights.clone()
     for row, mask in zip(weights, x.response_mask, strict=True):
         noise = torch.rand(len(mask), generator=x.generator).to(mask.device)

@@ -6,6 +6,7 @@ and which method learns most. Left out: looking at a run (eval.py).
 """
 
 import argparse
+import copy
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -16,9 +17,18 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from credit import CreditInputs
 from datc import candidates, expected_embedding, token_value, work, work_on_support
 from grpo import clipped_surrogate, response_hidden
-from machinery.config import Config, check_config, not_negative, parse, path_points, positive
+from machinery.config import (
+    Config,
+    branching_pair,
+    check_config,
+    not_negative,
+    parse,
+    path_points,
+    positive,
+)
 from machinery.load import prepare, settle
 from machinery.rollout import Rollout, choose_prompts, join
 from machinery.run import credit_metrics, load_run, read_config
@@ -75,13 +85,20 @@ def fidelity(args: argparse.Namespace, flags: list[str]) -> None:
         for number, one in chosen:
             free = one.free_mask[0]
             push = {name: values[number][free] for name, values in pushes.items()}
-            found.append(rank_correlations(learner, one, args.points, args.top_k, push))
+            found.append(
+                rank_correlations(learner, one, args.points, args.branchings, args.top_k, push)
+            )
             bar.update(free.sum().item() * size)
-    print_fidelity(pd.DataFrame(found), args.points, model.embedding.shape[1])
+    print_fidelity(pd.DataFrame(found), args.points, args.branchings, model.embedding.shape[1])
 
 
 def rank_correlations(
-    learner: Learner, one: Rollout, points: list[str], top_k: int, pushes: dict[str, Tensor]
+    learner: Learner,
+    one: Rollout,
+    points: list[str],
+    branchings: list[str],
+    top_k: int,
+    pushes: dict[str, Tensor],
 ) -> dict[str, float]:
     """Each evidence's Spearman with the exact work over a response's free tokens.
 
@@ -108,11 +125,25 @@ def rank_correlations(
         evidence[name] = work_on_support(support, sampled, torch.stack(value))
         if alphas == [1.0]:
             found[COSINE] = torch.cosine_similarity(f, table[ids].double()).abs().mean().item()
+    for name in branchings:
+        evidence[f"branch {name}"] = branch_work(learner, one, hidden, name)[free]
     evidence[PREFIXES] = model.prefix_scores(one).diff(dim=-1)[0, free]
     for name, d in {**evidence, **pushes}.items():
         if d.min() < d.max() and exact.min() < exact.max():
             found[name] = spearman(d.cpu(), exact.cpu())
     return found
+
+
+def branch_work(learner: Learner, one: Rollout, hidden: Tensor, branching: str) -> Tensor:
+    """(5) with token values by branching, for BRANCHES,LOOKAHEAD, (T,)."""
+    branches, lookahead = (int(number) for number in branching.split(","))
+    config = replace(learner.config, branches=branches, lookahead=lookahead)
+    other = copy.copy(learner)
+    other.config = config
+    mask = one.response_mask
+    with torch.no_grad():
+        _, logp, entropy = learner.forward(one)
+        return other.evidence(one, hidden[mask[0]], logp, entropy).branch_work[0]
 
 
 PREFIXES = "prefix differences"
@@ -134,12 +165,16 @@ def pushed(names: list[str], learner: Learner, rollout: Rollout) -> dict[str, Te
     return found
 
 
-def print_fidelity(found: pd.DataFrame, points: list[str], width: int) -> None:
+def print_fidelity(
+    found: pd.DataFrame, points: list[str], branchings: list[str], width: int
+) -> None:
     """The table, the cosine at the sample beside its chance, and what follows from them."""
     cost = {PREFIXES: "1 + 0"}
     for name in points:
         passes = len(name.split(","))
         cost[name] = "0 + 1" if float(name.split(",")[0]) == passes == 1 else f"{passes} + {passes}"
+    for name in branchings:
+        cost[f"branch {name}"] = "1 + 1, and the branches"
     rows = []
     for name in found.columns.drop(COSINE, errors="ignore"):
         values = found[name].dropna()
@@ -165,7 +200,16 @@ def advice(means: dict[str, float], points: list[str]) -> str:
         )
     best = max(gradients, key=gradients.get)
     text = f"\nBest gradient here: --grad_at {best.replace(',', ' ')} ({gradients[best]:.2f}). "
-    if means.get(PREFIXES, -1) > gradients[best]:
+    by_branching = {name: mean for name, mean in means.items() if name.startswith("branch ")}
+    if by_branching:
+        ahead = max(by_branching, key=by_branching.get)
+        if by_branching[ahead] > gradients[best]:
+            branches, lookahead = ahead.removeprefix("branch ").split(",")
+            text += (
+                f"Branching ranks the tokens better ({by_branching[ahead]:.2f}): "
+                f"--credit branch --branches {branches} --lookahead {lookahead}. "
+            )
+    if means.get(PREFIXES, -1) > max(gradients[best], *by_branching.values(), -1):
         text += f"Prefix differences rank the tokens better ({means[PREFIXES]:.2f}): "
         text += "try --credit red_band first. "
     return text + (
@@ -219,10 +263,13 @@ def predicted_gains(learner: Learner, rollout: Rollout) -> tuple[float, float]:
         logp, logp.detach(), extra, mask, learner.config.epsilon, len(rollout)
     )
     move = torch.autograd.grad(-loss, learner.parameters)
-    f = inputs.reward_grad[mask]  # (N, D)
-    table = learner.reward_model.embedding[: learner.vocabulary.size]
-    value = token_value(f, table.to(f.dtype))  # (N, V)
-    slope = torch.autograd.grad(relaxed_reward(learner, rollout, value), learner.parameters)
+    if learner.branches:
+        relaxed = branched_reward(learner, rollout, inputs)
+    else:
+        f = inputs.reward_grad[mask]  # (N, D)
+        table = learner.reward_model.embedding[: learner.vocabulary.size]
+        relaxed = relaxed_reward(learner, rollout, token_value(f, table.to(f.dtype)))
+    slope = torch.autograd.grad(relaxed, learner.parameters)
     p = sum((a.double() * b.double()).sum().item() for a, b in zip(move, slope, strict=True))
     return x, p
 
@@ -233,6 +280,19 @@ def relaxed_reward(learner: Learner, rollout: Rollout, token_value: Tensor) -> T
     head = learner.lm_head.to(token_value.dtype)
     logits = hidden.to(token_value.dtype) @ head.T / learner.config.temperature
     return (logits.softmax(-1) * token_value).sum()
+
+
+def branched_reward(learner: Learner, rollout: Rollout, inputs: CreditInputs) -> Tensor:
+    """R̂(θ) on the sampled tokens and their alternatives, values by branching (9)."""
+    mask = rollout.response_mask
+    hidden = response_hidden(learner.policy, rollout)[mask]  # (N, H)
+    ids, logp = inputs.branch_tokens
+    support = torch.cat([ids[mask].clamp(min=0), rollout.response_ids[mask][:, None]], 1)
+    values = torch.nn.functional.pad(inputs.branch_values[mask], (0, 1))  # (N, S+1)
+    rows = learner.lm_head[support].to(values.dtype)  # (N, S+1, H)
+    logits = (rows @ hidden.to(values.dtype)[..., None])[..., 0] / learner.config.temperature
+    none = torch.nn.functional.pad(logp[mask].isinf(), (0, 1))
+    return (logits.masked_fill(none, -torch.inf).softmax(-1) * values).sum()
 
 
 # ----------------------------------------------------------------------------------------------
@@ -476,6 +536,8 @@ def add_commands(command: Callable) -> None:
     add("--top_k", type=not_negative, default=0, help=alternatives)
     points = ["1.0", "0.75", "0.5", "0.25", "0.25,0.75"]
     add("--points", nargs="+", type=path_points, default=points, help="choices of --grad_at")
+    pairs = "branching to rank, as BRANCHES,LOOKAHEAD"
+    add("--branchings", nargs="*", type=branching_pair, default=["2,0", "2,2"], help=pairs)
     add("--credit", nargs="+", default=[], help="credit methods whose Ã to rank as well")
     add("--batch", type=positive, default=64, help="substituted texts per reward-model pass")
     add = command(gain)

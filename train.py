@@ -125,6 +125,7 @@ class Learner:
         self.method = get_credit_method(config.credit)
         self.wants_whole_batch = "whole_batch" in self.method.needs
         self.reads_gradient = bool(self.method.needs & FROM_THE_GRADIENT)
+        self.branches = "branch_work" in self.method.needs
         self.scores_with_gradient = self.reads_gradient and set(config.grad_at) == {1.0}
         self.parameters = [p for p in policy.parameters() if p.requires_grad]
         # As a group they may be none: eval.py also looks at policies that nobody trains.
@@ -232,7 +233,8 @@ class Learner:
             token_advantages=credit.token_advantages,
             weights=credit.weights,
             tau=credit.tau,
-            work=inputs.computed("work"),
+            work=inputs.shown_work(),
+            branches=inputs.branch_count(),
         )
 
     @torch.no_grad()
@@ -304,6 +306,9 @@ class Learner:
                 reward_model=self.reward_model,
                 temperature=self.config.temperature,
                 grad_at=self.config.grad_at,
+                lookahead=self.config.lookahead,
+                branches=self.config.branches,
+                branch_prob=self.config.branch_prob,
             ),
         )
 

@@ -49,7 +49,7 @@ class Experiment:
 
 @dataclass
 class CreditFlags:
-    _argument_group_name = "the credit of a token, (1) to (6)"
+    _argument_group_name = "the credit of a token, (1) to (6) and (9)"
 
     credit: str = flag(
         "datc",
@@ -62,6 +62,9 @@ class CreditFlags:
         "where the reward gradient is taken: 1 = the sample (paper), or points on the path from "
         "the expected embedding (0) to it, e.g. 0.25 0.75",
     )
+    lookahead: int = flag(2, "--credit branch: sampled tokens that follow a branch exactly (9)")
+    branches: int = flag(2, "--credit branch: alternatives per token, the policy's likeliest")
+    branch_prob: float = flag(0.02, "--credit branch: smallest probability of an alternative")
     advantage: str = flag("grpo", "a response's advantage: grpo, dr_grpo, rloo, rank_normal")
     missing_eos_penalty: float = flag(
         1.0, "subtracted from the reward of a response that was cut; 0 = none"
@@ -212,6 +215,9 @@ AT_LEAST = {
     "advantage_std_floor": 0,
     "missing_eos_penalty": 0,
     "sft_examples": 0,
+    "lookahead": 0,
+    "branches": 1,
+    "branch_prob": 0,
 }
 ABOVE_ZERO = (
     "temperature",
@@ -306,6 +312,14 @@ def path_points(text: str) -> str:
     for alpha in text.split(","):
         if not 0 <= float(alpha) <= 1:
             raise argparse.ArgumentTypeError(f"points lie between 0 and 1, not at {alpha}")
+    return text
+
+
+def branching_pair(text: str) -> str:
+    """BRANCHES,LOOKAHEAD of (9)."""
+    branches, _, lookahead = text.partition(",")
+    positive(branches)
+    not_negative(lookahead)
     return text
 
 

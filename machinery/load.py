@@ -20,6 +20,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+import branch
 import grpo
 from credit import get_credit_method
 from grpo import response_hidden, token_logprobs
@@ -517,4 +518,33 @@ def check_gradient(reward_model: RewardModel, rollout: Rollout) -> None:
             f"--reward_model: its gradient says {slope.item():.3g} where its reward moves by "
             f"{', '.join(f'{found:.3g}' for found in measured)} per unit. Credit from it would be "
             "wrong. Try --attn_implementation eager, or --dtype float32."
+        )
+
+
+LONG = 4096  # tokens that no check text has
+
+
+def check_branching(reward_model: RewardModel, rollout: Rollout) -> None:
+    """Refuse a reward model on which branches do not see what the edited text would.
+
+    With a look-ahead beyond the end, (9) is exact substitution; compared on three tokens.
+    """
+    free = rollout.free_mask & rollout.content_mask  # (B, T)
+    row = free.sum(-1).argmax().item()
+    one = take(rollout, slice(row, row + 1))
+    places = free[row].nonzero()[:3, 0]
+    if not len(places):
+        return
+    tokens = torch.full((1, one.response_ids.shape[1], 1), -1, device=one.response_ids.device)
+    tokens[0, places, 0] = one.response_ids[0, places].roll(1)
+    found = branch.token_values(reward_model, one, tokens, lookahead=LONG)[0, places, 0]
+    alone = reward_model.score(one)[0]
+    exact = reward_model.substituted(one, places, tokens[0, places])[:, 0] - alone
+    dtype = reward_model.embedding.dtype
+    limit = 0.1 if dtype in (torch.bfloat16, torch.float16) else 1e-2
+    gap = (found - exact).abs().max().item()
+    if not gap <= limit * (1 + exact.abs().max().item()):
+        raise ValueError(
+            f"--credit branch: branches of this reward model differ from the edited texts by "
+            f"{gap:.2g}. Its attention is not plain softmax over all that came before."
         )

@@ -53,6 +53,7 @@ class Rollout:
     weights: Tensor | None = None  # (B, T) w, where the method works by weights
     tau: Tensor | None = None  # (B,) the allocation's temperature, where there is one
     work: Tensor | None = None  # (B, T) d, where the method read it
+    branches: Tensor | None = None  # (B, T) alternatives tried at each token, where it branched
 
     def __len__(self) -> int:
         return len(self.messages)

@@ -342,6 +342,9 @@ def credit_metrics(rollout: Rollout) -> dict[str, float]:
         "credit/ess_ratio": effective_share(weights, mask).mean().item(),
         "credit/max_weight": weights.max().item(),
     }
+    if rollout.branches is not None:
+        tried = rollout.branches[rollout.free_mask].double()
+        metrics["credit/branches_per_token"] = tried.mean().nan_to_num().item()
     if rollout.tau is not None:
         metrics["credit/tau_mean"] = rollout.tau.mean().item()
     if rollout.work is not None:

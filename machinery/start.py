@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 from tqdm import tqdm
 
-from machinery.load import check_gradient, self_check
+from machinery.load import check_branching, check_gradient, self_check
 from machinery.rollout import Messages, choose_prompts, step_seed
 from machinery.run import Gold, Run, new_folder, write_whole
 from machinery.sft import sft
@@ -40,8 +40,12 @@ def start(
     learner.mark_start()
     torch.manual_seed(config.seed)
     run.checks = self_check(learner.policy, learner.tokenizer, learner.vocabulary, prompts, config)
+    if learner.reads_gradient or learner.branches:
+        few = learner.sample(prompts[:1])
     if learner.reads_gradient:
-        check_gradient(learner.reward_model, learner.sample(prompts[:1]))
+        check_gradient(learner.reward_model, few)
+    if learner.branches:
+        check_branching(learner.reward_model, few)
     if config.length_penalty or config.advantage_std_floor:
         saved = run.folder / "sigma0.json"  # a resumed run must not measure another
         if not saved.exists():
