@@ -274,7 +274,8 @@ def run_with(name, advantages, response, free=None, **evidence):
 
 @pytest.mark.parametrize(
     "name",
-    ["datc", "inverted", "shuffle", "norm_product", "random_direction", "red_band", "oracle"],
+    ["datc", "inverted", "shuffle", "norm_product", "random_direction", "red_band", "oracle"]
+    + ["branch", "branch_shuffle"],
 )
 def test_every_banded_method_keeps_sign_mean_and_band(name):
     work, advantages, response, free = random_case(13)
@@ -284,9 +285,9 @@ def test_every_banded_method_keeps_sign_mean_and_band(name):
         "work_magnitude": work.abs(),
         "prefix_scores": prefix,
         "exact_work": work,
+        "branch_work": work,
     }
-    needed = evidence
-    out = run_with(name, advantages, response, free, **needed)
+    out = run_with(name, advantages, response, free, **evidence)
     a, w = out.token_advantages, out.weights
     assert (a[response].sign() == advantages[:, None].expand_as(a)[response].sign()).all()
     close(a.sum(-1) / response.sum(-1), advantages, 1e-5)

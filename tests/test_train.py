@@ -56,7 +56,7 @@ def test_every_function_and_test_that_the_readme_names_is_there():
     tests = "".join(p.read_text() for p in [Path("test_credit.py"), *Path("tests").glob("*.py")])
     for name in re.findall(r"`(test_\w+)`", text):
         assert f"def {name}(" in tests, name
-    for module, function in re.findall(r"`(datc|grpo|credit|reward_grad)\.(\w+)`", text):
+    for module, function in re.findall(r"`(datc|grpo|credit|reward_grad|branch)\.(\w+)`", text):
         assert hasattr(importlib.import_module(module), function), function
     for method in re.findall(r"`RewardModel\.(\w+)`", text):
         assert hasattr(RewardModel, method), method
@@ -396,7 +396,7 @@ def test_wrong_flags_are_named_before_anything_is_loaded(pair, tmp_path, monkeyp
     for extra, expected in {
         ("--group_size", 1): "--group_size is 1",
         ("--band", 0.5): "--band is 0.5",
-        ("--credit", "best"): "Known methods: datc",
+        ("--credit", "best"): "Known methods: branch",
         ("--grad_at", 1.5): "--grad_at",
         ("--temperature", 0): "--temperature",
         ("--preset", "gpt5"): "Presets: tiny",
