@@ -98,7 +98,7 @@ def test_the_predicted_gain_is_never_below_that_of_grpo(seed):
     assert (gain >= -1e-15).all() and gain.max() > 0
 
 
-@pytest.mark.parametrize("scale", [1e-12, 1e-6, 1e6, 1e12])
+@pytest.mark.parametrize("scale", [1e-170, 1e-12, 1e-6, 1e6, 1e12, 1e170])
 def test_the_scale_of_the_reward_model_does_not_matter(scale):
     work, advantages, response, free = random_case(6)
     work = work.double()
