@@ -218,27 +218,32 @@ def heatmap(args: argparse.Namespace, flags: list[str]) -> None:
     """Sampled responses, tokens shaded by weight: orange where reinforced, blue where suppressed.
 
     A page with several rollouts and each token's numbers; or, where --out ends in .png, a picture
-    of the good and the bad answer of one, GRPO's even shade above the method's weights.
+    of the good and the bad answer of one, GRPO's even shade above the weights of one or more runs
+    that sampled these answers.
     """
     refuse_unknown(flags, args.known)
-    config, _ = load_run(args.run)
-    path = Path(args.run) / "samples.jsonl"
+    runs = [weighted_samples(run) for run in args.runs]
+    config, rows = runs[0]
+    # In a tiny world a token is a word; elsewhere its text holds its own spaces.
+    glue = " " if config.preset in tiny.WORLDS else ""
+    out = args.out or str(Path(args.runs[0]) / "heatmap.html")
+    if out.endswith(".png"):
+        draw_picture(out, runs, args.step, glue)
+    else:
+        write_page(out, rows, config, glue, args.rollouts)
+
+
+def weighted_samples(run: str) -> tuple[Config, list[dict]]:
+    """The flags of a run, and its samples. Raises ValueError where they have no weights."""
+    config, _ = load_run(run)
+    path = Path(run) / "samples.jsonl"
     rows = [row for row in read_jsonl(path) if "token_weight" in row]
     if not rows:
         raise ValueError(
             f"{path} holds no weights: {config.credit!r} does not work by weights, "
             "or the run is empty."
         )
-    # In a tiny world a token is a word; elsewhere its text holds its own spaces.
-    glue = " " if config.preset in tiny.WORLDS else ""
-    out = args.out or str(Path(args.run) / "heatmap.html")
-    if out.endswith(".png"):
-        drawn = [row for row in rows if row["step"] == args.step]
-        if not drawn:
-            raise ValueError(f"--step {args.step}: {path} holds no such rollout.")
-        draw_picture(out, drawn, config, glue)
-    else:
-        write_page(out, rows, config, glue, args.rollouts)
+    return config, rows
 
 
 STYLE = """
@@ -298,9 +303,12 @@ def shade(weight: float, row: dict, band: float) -> float:
     return min(weight / band, 1.0) if row["advantage"] else 0.0
 
 
-def draw_picture(out: str, rows: list[dict], config: Config, glue: str) -> None:
-    """PNG: a rollout's best and worst answer, under GRPO's and under the method's weights."""
-    group = sorted(rows, key=lambda row: row["advantage"])
+def draw_picture(out: str, runs: list[tuple[Config, list[dict]]], step: int, glue: str) -> None:
+    """PNG: a rollout's best and worst answer, under GRPO's and under the runs' weights."""
+    config, rows = runs[0]
+    group = sorted((row for row in rows if row["step"] == step), key=lambda row: row["advantage"])
+    if not group:
+        raise ValueError(f"--step {step}: the run holds no such rollout.")
     lines = []  # a heading, or (column, text, colour) of each token
     for kind, row in (("good", group[-1]), ("bad", group[0])):
         fate = "reinforced" if row["advantage"] > 0 else "suppressed"
@@ -309,7 +317,12 @@ def draw_picture(out: str, rows: list[dict], config: Config, glue: str) -> None:
         lines.append(f'A {kind} answer to "{question}": {facts}')
         even = [1.0] * len(row["tokens"])
         lines += token_lines("GRPO", row, even, config.band, glue)
-        lines += token_lines(config.credit.upper(), row, row["token_weight"], config.band, glue)
+        for other, samples in runs:
+            same = [one for one in samples if is_same_answer(one, row)]
+            if not same:
+                raise ValueError(f"{other.output_dir} has not sampled this answer.")
+            name = other.credit.rpartition(":")[2].upper()
+            lines += token_lines(name, row, same[0]["token_weight"], config.band, glue)
     plt = import_pyplot()
     width = 11
     spacing = 0.32  # inches from line to line
@@ -336,6 +349,10 @@ def draw_picture(out: str, rows: list[dict], config: Config, glue: str) -> None:
 
 
 FONT_SIZE = 10.5
+
+
+def is_same_answer(a: dict, b: dict) -> bool:
+    return all(a[name] == b[name] for name in ("step", "prompt", "tokens"))
 
 
 def token_lines(
@@ -558,7 +575,7 @@ def look_at_a_run(command: Callable) -> None:
     add("runs", nargs="+", help="run folders")
     add("--out", default="runs/plot.png", help="PNG file")
     add = command(heatmap)
-    add("run", help="run folder")
+    add("runs", nargs="+", help="run folders; a page shows the first")
     add("--rollouts", type=positive, default=8, help="rollouts on the page, spread over the run")
     add("--step", type=int, default=0, help="the rollout in the picture, counted from 0")
     add("--out", help="HTML or PNG file; default: heatmap.html in the run folder")
