@@ -179,6 +179,25 @@ def test_a_conversation_too_long_for_the_reward_model_is_refused_and_never_cut()
         model.score(rollout)
 
 
+def test_a_half_precision_models_score_is_taken_in_float32():
+    model = make_reward_model()
+    half = RewardModel(model.model.bfloat16(), TOKENIZER, TOKENIZER)
+    rewards, _ = half.score(hand_made(TEXTS))
+    assert rewards.dtype == torch.float32
+    assert not torch.equal(rewards, rewards.bfloat16().float())
+
+
+def test_a_gradient_that_is_nan_alone_stops_too(monkeypatch):
+    model = make_reward_model()
+    plain = torch.autograd.grad
+    monkeypatch.setattr(
+        torch.autograd, "grad", lambda *a, **k: [g * torch.nan for g in plain(*a, **k)]
+    )
+    assert model.score(hand_made(TEXTS[:1]))[0].isfinite().all()
+    with pytest.raises(FloatingPointError, match="the cat is red"):
+        model.score(hand_made(TEXTS[:1]), with_grad=True)
+
+
 def test_a_nan_reward_stops_with_the_conversation_it_came_from():
     model = make_reward_model()
     with torch.no_grad():

@@ -15,6 +15,7 @@ from transformers import Qwen3ForCausalLM
 
 import credit
 import datc
+import machinery.start
 import reward_grad
 import study
 import train
@@ -34,8 +35,8 @@ from conftest import (
 )
 from machinery import load, tiny
 from machinery.config import PRESETS, Config, parse
-from machinery.rollout import shared_vocabulary
-from machinery.run import Run, credit_metrics, read_jsonl
+from machinery.rollout import choose_prompts, shared_vocabulary
+from machinery.run import Run, credit_metrics, read_jsonl, rollout_metrics
 from reward_grad import RewardModel
 from train import Learner
 
@@ -261,6 +262,45 @@ def test_lora_trains_float32_adapters_against_the_frozen_start_and_saves_them_in
     ids = torch.tensor([[3, 5, 7, 2]])
     moved = (tuned(input_ids=ids).logits - make_policy_logits(pair, ids)).abs().max()
     assert moved > 1e-3
+
+
+def test_lora_scales_its_update_by_two(pair, tmp_path):
+    train.main(arguments(pair, tmp_path / "run", "--lora_rank", 4, rollouts=1))
+    saved = json.loads((tmp_path / "run" / "final" / "adapter_config.json").read_text())
+    assert saved["lora_alpha"] / saved["r"] == 2
+
+
+def test_every_prompt_is_used_once_before_any_comes_again():
+    prompts = [[{"role": "user", "content": str(i)}] for i in range(6)]
+    for epoch in range(2):
+        chosen = []
+        for step in range(3 * epoch, 3 * epoch + 3):
+            chosen += choose_prompts(prompts, step, seed=0, count=2)
+        assert sorted(m[0]["content"] for m in chosen) == list("012345")
+
+
+def test_only_a_group_without_any_advantage_counts_as_a_tie():
+    rollout = make_rollout(make_policy(), PROMPTS, group_size=3)
+    one_in_the_middle = [1.0, 0.0, -1.0]
+    a_tie = [0.0, 0.0, 0.0]
+    advantages = torch.tensor(one_in_the_middle + a_tie + one_in_the_middle)
+    rollout = replace(rollout, rewards=torch.arange(9.0), advantages=advantages)
+    assert rollout_metrics(rollout)["frac_reward_zero_std"] == pytest.approx(1 / 3)
+
+
+def test_the_starting_spread_is_the_median_of_the_groups(pair, monkeypatch):
+    config = Config(prompts_per_rollout=2, group_size=2, max_response_tokens=4)
+    learner = Learner(make_policy(), make_reward_model(), TOKENIZER, config)
+    spreads = iter([1.0, 3.0, 2.0, 1000.0, 5.0, 4.0])
+
+    def score(rollout):
+        rewards = []
+        for _ in range(2):
+            rewards += [0.0, 2 * next(spreads)]
+        return torch.tensor(rewards), None
+
+    monkeypatch.setattr(learner.reward_model, "score", score)
+    assert machinery.start.starting_std(learner, PROMPTS, count=6) == 3.0
 
 
 def make_policy_logits(pair, ids):
