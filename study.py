@@ -81,15 +81,25 @@ def fidelity(args: argparse.Namespace, flags: list[str]) -> None:
         f"reward-model passes of {args.batch}."
     )
     found = []
+    lap = Laps(learner.policy.device)
     with tqdm(total=total, desc="substituted texts", dynamic_ncols=True) as bar:
         for number, one in chosen:
             free = one.free_mask[0]
             push = {name: values[number][free] for name, values in pushes.items()}
             found.append(
-                rank_correlations(learner, one, args.points, args.branchings, args.top_k, push)
+                rank_correlations(learner, one, args.points, args.branchings, args.top_k, push, lap)
             )
             bar.update(free.sum().item() * size)
-    print_fidelity(pd.DataFrame(found), args.points, args.branchings, model.embedding.shape[1])
+    seconds = {name: total / len(chosen) for name, total in lap.seconds.items()}
+    found = pd.DataFrame(found)
+    means = print_fidelity(found, args.points, args.branchings, seconds)
+    if COSINE in found:
+        width = model.embedding.shape[1]
+        print(
+            f"\nMean {COSINE} at the sample: {found[COSINE].mean():.3f}; "
+            f"chance in {width} dimensions: {np.sqrt(2 / (np.pi * width)):.3f}."
+        )
+    print(advice(means, args.points))
 
 
 def rank_correlations(
@@ -99,10 +109,11 @@ def rank_correlations(
     branchings: list[str],
     top_k: int,
     pushes: dict[str, Tensor],
+    lap: Laps,
 ) -> dict[str, float]:
     """Each evidence's Spearman with the exact work over a response's free tokens.
 
-    And, where the sample is among the points, the mean |cos(f, e)| there.
+    And, where the sample is among the points, the mean |cos(f, e)| there. Seconds go to `lap`.
     """
     model = learner.reward_model
     temperature = learner.config.temperature
@@ -113,8 +124,10 @@ def rank_correlations(
         hidden = response_hidden(learner.policy, one)[0]  # (T, H)
         logits = hidden[free] @ learner.lm_head.T / temperature  # (N, V)
     allowed, sampled, support = candidates(logits, ids, top_k)  # (N, S), (N,), (N, S)
+    lap("policy")
     exact_value = model.substituted(one, free.nonzero()[:, 0], allowed)  # (N, S)
     exact = work_on_support(support, sampled, exact_value)
+    lap(EXACT)
     expected = expected_embedding(hidden, learner.lm_head, table, temperature)[None]  # (1, T, D)
     evidence = {}
     found = {}
@@ -125,9 +138,12 @@ def rank_correlations(
         evidence[name] = work_on_support(support, sampled, torch.stack(value))
         if alphas == [1.0]:
             found[COSINE] = torch.cosine_similarity(f, table[ids].double()).abs().mean().item()
+        lap(name)
     for name in branchings:
         evidence[f"branch {name}"] = branch_work(learner, one, hidden, name)[free]
+        lap(f"branch {name}")
     evidence[PREFIXES] = model.prefix_scores(one).diff(dim=-1)[0, free]
+    lap(PREFIXES)
     for name, d in {**evidence, **pushes}.items():
         if d.min() < d.max() and exact.min() < exact.max():
             found[name] = spearman(d.cpu(), exact.cpu())
@@ -147,6 +163,7 @@ def branch_work(learner: Learner, one: Rollout, hidden: Tensor, branching: str) 
 
 
 PREFIXES = "prefix differences"
+EXACT = "exact substitution"
 COSINE = "|cos(f, e)|"
 
 
@@ -166,9 +183,9 @@ def pushed(names: list[str], learner: Learner, rollout: Rollout) -> dict[str, Te
 
 
 def print_fidelity(
-    found: pd.DataFrame, points: list[str], branchings: list[str], width: int
-) -> None:
-    """The table, the cosine at the sample beside its chance, and what follows from them."""
+    found: pd.DataFrame, points: list[str], branchings: list[str], seconds: dict[str, float]
+) -> dict[str, float]:
+    """Print the table and return each evidence's mean. `seconds` are those of one response."""
     cost = {PREFIXES: "1 + 0"}
     for name in points:
         passes = len(name.split(","))
@@ -178,16 +195,12 @@ def print_fidelity(
     rows = []
     for name in found.columns.drop(COSINE, errors="ignore"):
         values = found[name].dropna()
-        rows.append([name, len(values), values.mean(), values.sem(), cost.get(name, "")])
+        row = [name, len(values), values.mean(), values.sem(), cost.get(name, "")]
+        rows.append([*row, seconds.get(name, "")])
+    rows.append([EXACT, len(found), 1.0, 0.0, "", seconds.get(EXACT, "")])
     head = ["evidence", "responses", "fidelity", "standard error", "extra forward + backward"]
-    print_table(head, rows)
-    if COSINE in found:
-        chance = np.sqrt(2 / (np.pi * width))
-        print(
-            f"\nMean {COSINE} at the sample: {found[COSINE].mean():.3f}; "
-            f"chance in {width} dimensions: {chance:.3f}."
-        )
-    print(advice({row[0]: row[2] for row in rows}, points))
+    print_table([*head, "seconds a response"], rows)
+    return found.mean().to_dict()
 
 
 def advice(means: dict[str, float], points: list[str]) -> str:
